@@ -36,6 +36,7 @@ REFUSED = {
     "probes": "the draft has probes",
     "view": "cannot run under skip-layers",
     **dict.fromkeys([*sorted(VIEWED), *REVIEWED, "eesd"], "cannot run under "),
+    "s3d": "keeps states of all its layers",
 }
 
 
@@ -108,7 +109,11 @@ def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> Non
         for way, (architecture, runtime, others) in enumerate(
             [
                 ("falcon_h1", "stock", REFUSED),  # chains, by its own forward
-                ("qwen3_5_text", "auto", ["view", "eesd", *sorted(VIEWED), *REVIEWED]),  # trees, by the compiled pass
+                (
+                    "qwen3_5_text",
+                    "auto",
+                    ["view", "eesd", "s3d", *sorted(VIEWED), *REVIEWED],
+                ),  # trees, by the compiled pass
             ]
         )
         for i, name in enumerate(EVERY)

@@ -28,6 +28,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from truedraft.errors import Refused
+from truedraft.views._base import Reduction
+from truedraft.views._layers import listed, text_of
 
 Module = TypeVar("Module", bound=nn.Module)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types whose blocks have the modules named below
@@ -62,6 +64,15 @@ class LayerMap:
         """The original block whose weights a stretched block has, and whether it adds what that block adds."""
         source = next(k for k in range(self.original) if self[k + 1] > block)
         return source, self[source + 1] == block + 1
+
+    def spread(self, left_out: Reduction) -> Reduction:
+        """What is left out of the original, left out of all blocks with the weights of the same blocks."""
+        sources = [self.source(block)[0] for block in range(self.stretched)]
+        attention, feed_forward = (
+            frozenset(block for block, source in enumerate(sources) if source in half)
+            for half in (left_out.attention, left_out.feed_forward)
+        )
+        return Reduction(attention, feed_forward)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,8 @@ class Stretch:
                 found[name] = self._enlarged(value)
             elif name == "layers":
                 found[name] = tuple(self.layers[layer] for layer in value)
+            elif name == "skip":
+                found[name] = text_of(self.layers.spread(listed(value)))
             elif name == "rms_norm_eps":
                 found[name] = padded_epsilon(value, self.original, self.hidden)
             elif name == "hidden_size" and value != self.original:

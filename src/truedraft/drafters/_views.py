@@ -160,11 +160,7 @@ class ViewTree(ConfidenceTree):
         Raises:
             Refused: it cannot run under one of them, or generates under a view itself.
         """
-        if target.view is not None:
-            raise Refused(
-                f"a target that drafts for itself drafts for the whole model, and this one generates under "
-                f"{target.view.lossy}: use another drafter"
-            )
+        check_whole(target)
         self.check(target, views)
         self._target = target
         self._share = self.mean_share(views)
@@ -185,3 +181,12 @@ class ViewTree(ConfidenceTree):
         drafts = super().propose(rows, budget)
         self._target.rewind()
         return drafts
+
+
+def check_whole(target: Target) -> None:
+    """Raises Refused where a target generates under a view, so that its own passes cannot draft for it."""
+    if target.view is not None:
+        raise Refused(
+            f"a target that drafts for itself drafts for the whole model, and this one generates under "
+            f"{target.view.lossy}: use another drafter"
+        )

@@ -18,7 +18,7 @@ from truedraft.drafters._confidence import ConfidenceTree
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
 from truedraft.drafters._learned import Learner
 from truedraft.drafters.heads._checkpoint import Format, read_head
-from truedraft.drafters.heads._head import Head, LearnedHead, check_target
+from truedraft.drafters.heads._head import Head, Learned, check_target
 from truedraft.drafters.heads._quantize import check_copies, copies_of
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
@@ -73,7 +73,7 @@ class LearnedDrafter(Drafter):
         check_copies(self._name, self.quantize, int8)
 
     @abstractmethod
-    def opened(self, model: PreTrainedModel) -> LearnedHead:
+    def opened(self, model: PreTrainedModel) -> Learned:
         """The head for a target, where none was given.
 
         Raises:
@@ -123,13 +123,13 @@ class TrainedDrafter(LearnedDrafter):
     formats: ClassVar[Sequence[Format]]
     learner: ClassVar[type[Learner]]
 
-    def opened(self, model: PreTrainedModel) -> LearnedHead:
+    def opened(self, model: PreTrainedModel) -> Learned:
         return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt)
 
     @staticmethod
     @abstractmethod
-    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> LearnedHead:
-        """The untrained head of a record, see `LearnedHead.record`."""
+    def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> Learned:
+        """The untrained head of a record, see `Learned.record`."""
 
 
 class HeadDrafter(LearnedDrafter, GrowingDrafter):

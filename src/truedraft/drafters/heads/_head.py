@@ -19,32 +19,67 @@ from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
 
 
-class LearnedHead(nn.Module, ABC):
-    """Drafts from the target's features: its hidden states at the tokens of a text.
+class Learned(nn.Module, ABC):
+    """Drafts for the target that it was made for.
 
     Weights that are the target's (embeddings, output head) are no part of its parameters.
 
-    layers: layers of the target that its features are made of, numbered as in `Taps`.
-    config: configuration of its decoder layers.
-    blocks: its decoder layers, in order.
+    layers: layers of the target whose hidden states it reads, numbered as in `Taps`.
     target_sizes: of the target that it was made for, see `sizes_of`.
     vocabulary: V of the target.
     draft_token_ids: (draft vocabulary,) target ids of its logits, ascending; None where they are those of the target.
-    rotary: see `_layers.rotary_of`.
     """
 
     layers: tuple[int, ...]
-    config: Any
-    rotary: Any
     draft_token_ids: Tensor | None
 
-    def __init__(self, model: PreTrainedModel, config: Any):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         self._shared = (model.get_input_embeddings(), model.get_output_embeddings())  # not submodules
         self.target_sizes = sizes_of(model)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-        self.config = config
         self.register_buffer("draft_token_ids", None)
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """The configuration from which it can be rebuilt, its layers included."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) ids of tokens of the target to (..., H)."""
+        table: Any = self.get_input_embeddings()
+        return embedding(tokens, table.weight).to(self.dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return getattr(self, "embed_tokens", self._shared[0])
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """It, for passes beside a target on a device."""
+        return self.to(device, dtype).eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary:
+        """The tokens that it predicts."""
+        return DraftVocabulary(self.vocabulary, self.draft_token_ids)
+
+
+class LearnedHead(Learned):
+    """Drafts from the target's features: its hidden states at the tokens of a text.
+
+    config: configuration of its decoder layers.
+    blocks: its decoder layers, in order.
+    rotary: see `_layers.rotary_of`.
+    """
+
+    config: Any
+    rotary: Any
+
+    def __init__(self, model: PreTrainedModel, config: Any):
+        super().__init__(model)
+        self.config = config
 
     @property
     @abstractmethod
@@ -58,15 +93,6 @@ class LearnedHead(nn.Module, ABC):
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) to (..., draft vocabulary)."""
 
-    @abstractmethod
-    def record(self) -> dict[str, Any]:
-        """The configuration from which it can be rebuilt, its layers included."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(...) ids of tokens of the target to (..., H)."""
-        table: Any = self.get_input_embeddings()
-        return embedding(tokens, table.weight).to(self.dtype)
-
     @property
     def cached_layers(self) -> int:
         """Layers of the cache that its passes use."""
@@ -78,18 +104,10 @@ class LearnedHead(nn.Module, ABC):
         for layer in cache.layers:
             layer.allocate(c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
 
-    def placed(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """It, for passes beside a target on a device."""
-        return self.to(device, dtype).eval()
-
     @property
     def output_head(self) -> Any:
         """The target's output head."""
         return self._shared[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     @property
     def size(self) -> int:
@@ -109,16 +127,8 @@ class LearnedHead(nn.Module, ABC):
         if draft_vocabulary:
             self.draft_token_ids = torch.arange(draft_vocabulary)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return getattr(self, "embed_tokens", self._shared[0])
-
     def get_output_embeddings(self) -> nn.Module:
         return getattr(self, "lm_head", self._shared[1])
-
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary:
-        """The tokens that it predicts."""
-        return DraftVocabulary(self.vocabulary, self.draft_token_ids)
 
 
 class Head(LearnedHead):

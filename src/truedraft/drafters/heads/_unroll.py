@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.drafters._learned import Batch, Learner, Metrics
 from truedraft.drafters._losses import IGNORED, LOSSES
 from truedraft.drafters.heads._drafter import SEQ2SEQ
-from truedraft.drafters.heads._head import Head, LearnedHead
+from truedraft.drafters.heads._head import Head, Learned
 from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
 from truedraft.runtime.modules import inner_size
@@ -53,13 +53,12 @@ class Unrolled:
 
 
 class HeadLearner(Learner):
-    """Training of a head. Subclasses have the knob vocabulary (tokens of the draft vocabulary, 0 for all)."""
+    """Training of a head."""
 
-    vocabulary: int
-    module: LearnedHead
+    module: Learned
 
     @abstractmethod
-    def head(self, model: PreTrainedModel) -> LearnedHead:
+    def head(self, model: PreTrainedModel) -> Learned:
         """An untrained head for a target."""
 
     def begin(self, model: PreTrainedModel) -> None:

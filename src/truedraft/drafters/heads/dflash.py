@@ -11,31 +11,24 @@ are drafted beside them, so single positions are less often right than those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters._candidates import candidates
-from truedraft.drafters._growing import position_laws
-from truedraft.drafters._learned import Batch, Metrics
-from truedraft.drafters._losses import IGNORED
-from truedraft.drafters._trees import likeliest_positions
+from truedraft.drafters._learned import Batch
 from truedraft.drafters.heads._blocks import BlockHead, BlockReader
+from truedraft.drafters.heads._blockwise import BlockDrafter, BlockLearner
 from truedraft.drafters.heads._dflash_formats import formats, published_layers
-from truedraft.drafters.heads._drafter import SEQ2SEQ, TrainedDrafter
+from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._quantize import FORM, copies_of
-from truedraft.drafters.heads._unroll import HeadLearner, layer_like, spread_layers
-from truedraft.drafters.heads._walking import Walk
-from truedraft.tree import DraftTree, Draws, Row
-
-ANCHORS = 64  # blocks of a text that an evaluation fills in at a time
+from truedraft.drafters.heads._unroll import layer_like, spread_layers
+from truedraft.tree import Row
 
 
 class DFlashHead(BlockHead):
@@ -98,7 +91,7 @@ class DFlashHead(BlockHead):
 
 
 @dataclass
-class Training(HeadLearner):
+class Training(BlockLearner):
     """Training of a `DFlashHead` on the target's responses, by blocks that begin at random tokens of them."""
 
     name: ClassVar[str] = "dflash"
@@ -136,42 +129,7 @@ class Training(HeadLearner):
             if head.draft_token_ids is not None:
                 head.lm_head.weight.copy_(self.model.get_output_embeddings().weight[head.draft_token_ids])
 
-    def loss(self, batch: Batch) -> Tensor:
-        eligible = batch.loss_mask[:, :-1] & batch.loss_mask[:, 1:]
-        eligible[:, 0] = False
-        most = min(self.anchors, int(eligible.sum(1).max()))
-        if not most:
-            return torch.zeros(())
-        order = torch.rand(eligible.shape, device=eligible.device).masked_fill(~eligible, -1.0)
-        chosen, anchors = order.topk(most)
-        logits, labels = self._filled(batch, anchors.clamp_min(1))
-        counted = (labels != IGNORED) & (chosen >= 0)[..., None]
-        weight = self.decay ** torch.arange(labels.shape[-1], device=labels.device).expand_as(labels)[counted]
-        losses = cross_entropy(logits[counted].float(), labels[counted], reduction="none")
-        return (weight * losses).sum() / weight.sum().clamp_min(1e-9)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """Acceptance of chains of the likeliest tokens by position, over all positions of the responses, and the tokens
-        per pass of decoding them with such drafts."""
-        head: Any = self.module
-        walk = Walk(head.drafts)
-        for text in (text for batch in batches for text in batch.split(1)):
-            length, first = int(text.mask.sum()), max(int(text.loss_mask[0].int().argmax()) - 1, 0)
-            reach = [0] * first
-            for begin in range(first + 1, length - 1, ANCHORS):
-                anchors = torch.arange(begin, min(begin + ANCHORS, length - 1), device=text.ids.device)
-                logits, labels = self._filled(text, anchors[None])
-                reach += (logits.argmax(-1) == labels)[0].long().cumprod(-1).sum(-1).tolist()
-            walk.add(reach, first, length)
-        return walk.metrics()
-
-    def _filled(self, batch: Batch, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks at anchors, (rows, blocks) places of their pending tokens.
-
-        Returns:
-            (rows, blocks, drafts, draft vocabulary) logits, and their labels, `IGNORED` where there is none.
-        """
+    def block_logits(self, batch: Batch, anchors: Tensor) -> Tensor:
         head: Any = self.module
         size, length = head.block_size, batch.ids.shape[1]
         features = head.fuse(torch.cat([batch.features[layer] for layer in head.layers], -1).to(head.dtype))
@@ -185,11 +143,7 @@ class Training(HeadLearner):
             attends.append(BlocksInText(keys, values, seen, head.causal))
         embeds = head.block(batch.ids.gather(1, anchors)).flatten(1, 2)
         states = head(embeds, head.rotary(embeds, own.flatten(1)), attends)
-        logits = head.logits(head.drafting(states.unflatten(1, (-1, size))))
-        predicted = anchors[..., None] + torch.arange(1, head.drafts + 1, device=anchors.device)
-        at = predicted.clamp_max(length - 1).flatten(1)
-        counted = batch.loss_mask.gather(1, at) & (predicted < length).flatten(1)
-        return logits, self._labels(batch.ids.gather(1, at), counted).unflatten(1, anchors.shape[1:] + (-1,))
+        return head.logits(head.drafting(states.unflatten(1, (-1, size))))
 
 
 class BlocksInText:
@@ -223,7 +177,7 @@ class BlocksInText:
 
 
 @dataclass
-class DFlash(TrainedDrafter):
+class DFlash(BlockDrafter):
     card = Card(
         paper="arXiv 2602.06036 (2026)",
         idea="A small model fills in a whole block of masked tokens in one pass, reading the target's hidden states.",
@@ -236,7 +190,6 @@ class DFlash(TrainedDrafter):
     learner = Training
     kind = DFlashHead
     reads = BlockReader
-    prior_confidence = 0.7
     model: Any = None  # a checkpoint's folder, its name on the hub, or a DFlashHead
     quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     depth: int = knob(15, 1, 64)  # drafted positions, at most those of a block; published 15
@@ -249,49 +202,5 @@ class DFlash(TrainedDrafter):
     def rebuilt(record: dict[str, Any], model: PreTrainedModel) -> DFlashHead:
         return DFlashHead(record, model)
 
-    @property
-    def width(self) -> int:
-        return self.depth if self.top_k == 1 else max(self.nodes, self.depth)
-
-    @property
-    def draws(self) -> Draws:
-        return "one" if self.drawn else "certain"
-
-    def start(self, rows: Sequence[Row]) -> None:
-        self.reader.start(rows, self.head.block_size)
-
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        drafts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        deepest = [self._deepest(row) if most > 0 else 0 for row, most in zip(rows, budget, strict=True)]
-        if asked := [i for i, depth in enumerate(deepest) if depth > 0]:
-            some = [rows[i] for i in asked]
-            logits = self.reader.filled(some)[:, : max(deepest)].float()
-            if not self._vocabulary.suffices(some) or self.drawn:
-                logits = self._vocabulary.spread(logits)
-            for i, laws in zip(asked, position_laws(some, logits), strict=True):
-                drafts[i] = self._drafted(rows[i], laws[: deepest[i]], budget[i])
-        return drafts
-
-    def _deepest(self, row: Row) -> int:
-        """Positions that may be drafted; none where the head has no features of a row's tokens."""
-        read = self.reader.tokens_read(row, 0) is not None
-        return min(self.depth, self.head.drafts, row.room - row.step - 1) if read else 0
-
-    def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
-        """A row's draft of at most `most` nodes. laws: (positions, V)."""
-        if self.drawn and self.preferred(row) == "law":
-            return _drawn(row, laws[:most])
-        found = candidates(self, row, laws, range(len(laws)), self.top_k, self._vocabulary)
-        most = most if self.top_k == 1 else min(most, self.nodes)
-        return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
-
-
-def _drawn(row: Row, laws: Tensor) -> DraftTree:
-    """A chain whose tokens are drawn from the distributions of their positions, (positions, V), independently."""
-    tokens: list[int] = []
-    for law in laws:
-        if not law.any() or (tokens and tokens[-1] in row.ends):
-            break
-        tokens += row.request.chance.draw(law, row)
-    chain = DraftTree.chain(row.tokens[-1], tokens)
-    return chain.replaced(dist=(*laws[: len(tokens)], None), draws="one") if tokens else chain
+    def filled(self, rows: Sequence[Row], depths: Sequence[int]) -> Tensor:
+        return self.reader.filled(rows)
