@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.accelerated import accelerate
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.errors import Refused
 from truedraft.targets.hosting import hosted
-from truedraft.tree import DraftTree, Prompt, Taps
-from truedraft.views._base import View
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import NONE, Reduction, View
+from truedraft.views._layers import Without
 
 LONGEST = 256  # tokens of a text that the loss is computed over
 PROMPT, NEW = 128, 32  # tokens of a text that a draft continues at most, and of its continuation; published 32
@@ -70,6 +71,21 @@ class TextEvaluator:
         target.taps = Taps()
         return torch.stack(states)
 
+    @torch.no_grad()
+    def similarities(self) -> Tensor:
+        found = []
+        for layer in range(self.layers):
+            later, tap = frozenset(range(layer + 1, self.layers)), Taps((layer + 1,))
+            before, after = (
+                Without(Reduction(later, later | left_out)).tapping(tap) for left_out in (frozenset({layer}), NONE)
+            )
+            self.target.check_taps(tap)
+            states = [
+                [self._scored(text, view).hidden[layer + 1][0] for text in self.texts] for view in (before, after)
+            ]
+            found.append(cosine_similarity(*(torch.cat(some).float().cpu() for some in states), -1))
+        return torch.stack(found)
+
     def agreement(self, view: View) -> float:
         """The share of tokens whose likeliest successor, behind the text before, is that of the whole model."""
         whole = View()
@@ -83,10 +99,13 @@ class TextEvaluator:
     @torch.no_grad()
     def _logits(self, text: Sequence[int], view: View) -> Tensor:
         """(n - 1, V) logits at a text's tokens but the last, by the target run under the view alone."""
+        return self._scored(text, view).logits[0].float()
+
+    def _scored(self, text: Sequence[int], view: View) -> Scores:
         target = self.target
         with target.temporary_cache(1, len(text) + 1):
             target.prefill([Prompt(torch.tensor(text[:1], device=target.device))])
-            return target.score([DraftTree.chain(text[0], text[1:-1])], view).logits[0].float()
+            return target.score([DraftTree.chain(text[0], text[1:-1])], view)
 
     def goodput(self, view: View) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")
