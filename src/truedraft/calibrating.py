@@ -15,7 +15,7 @@ from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.errors import Refused
 from truedraft.targets.hosting import hosted
 from truedraft.tree import DraftTree, Prompt, Scores, Taps
-from truedraft.views._base import NONE, Reduction, View
+from truedraft.views._base import Reduction, View
 from truedraft.views._layers import Without
 
 LONGEST = 256  # tokens of a text that the loss is computed over
@@ -75,16 +75,18 @@ class TextEvaluator:
     def similarities(self) -> Tensor:
         found = []
         for layer in range(self.layers):
-            later, tap = frozenset(range(layer + 1, self.layers)), Taps((layer + 1,))
-            before, after = (
-                Without(Reduction(later, later | left_out)).tapping(tap) for left_out in (frozenset({layer}), NONE)
-            )
-            self.target.check_taps(tap)
-            states = [
-                [self._scored(text, view).hidden[layer + 1][0] for text in self.texts] for view in (before, after)
-            ]
-            found.append(cosine_similarity(*(torch.cat(some).float().cpu() for some in states), -1))
+            later = frozenset(range(layer + 1, self.layers))
+            before = self._hidden(layer + 1, Without(Reduction(later, later | {layer})))
+            after = self._hidden(layer + 1, Without(Reduction(later, later)))
+            found.append(cosine_similarity(before, after, -1))
         return torch.stack(found)
+
+    def _hidden(self, layer: int, view: View) -> Tensor:
+        """(tokens, H) fp32 hidden states of a layer, numbered as in `Taps`, at the tokens of the texts."""
+        tap = Taps((layer,))
+        self.target.check_taps(tap)
+        states = [self._scored(text, view.tapping(tap)).hidden[layer][0] for text in self.texts]
+        return torch.cat(states).float().cpu()
 
     def agreement(self, view: View) -> float:
         """The share of tokens whose likeliest successor, behind the text before, is that of the whole model."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -236,6 +237,8 @@ class CompiledPass(Runner):
             shape, gather = (len(trees), 0), range(0)
         else:
             gather = range(len(nodes))
+        if reduction.sparing is not None:
+            nodes.whole = [*chain.from_iterable(cursor.warm(trees, reduction.sparing.warm))]
         logits, states = self(nodes, gather, inputs, taps.hidden, reduction, shape)
         if shape is None:
             logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
@@ -265,7 +268,7 @@ class CompiledPass(Runner):
         further: dict[str, Sequence[int]] = {}
         before = []
         if reduction.spared:
-            further["sparing"] = [0] * (len(nodes) + 1)
+            further["sparing"] = [*(-int(whole) for whole in nodes.whole or [False] * len(nodes)), 0]
             before = [_floats(len(nodes), self._stride("x"))]
         logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
         if (copies := self._whole.rounded.get(reduction.entries)) is not None:

@@ -59,18 +59,21 @@ class SkippableLayers:
             )
         if bad := [i for i in reduction.spared if self._halves[i].between is None]:
             raise Refused(
-                f"the feed-forwards of layers {bad} of {self._name} cannot be skipped by node: they are not modules whose "
-                "results are added to a hidden state that another module reads"
+                f"the feed-forwards of layers {bad} of {self._name} cannot be skipped by node: they are no "
+                "modules whose results are added to a hidden state that a module reads"
             )
 
-    def without(self, reduction: Reduction) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model leave these layers, halves and output head out."""
+    def without(self, reduction: Reduction, whole: Tensor | None = None) -> AbstractContextManager[None]:
+        """Within the block, this thread's next call of the model leaves these layers, halves and output head out.
+
+        whole: (rows, width), of nodes that skip nothing by themselves; None for none.
+        """
         skipped = [(self._layers[i], "forward", _returning(self._values[i])) for i in sorted(reduction.layers)]
         halves = [self._halves[i].without(i in reduction.attention) for i in sorted(reduction.halves)]
         head = [(self._head, CALL, lambda states: states[..., :0])] if reduction.output_head and self._head else []
         spared: list[Override] = []
         if reduction.sparing:
-            forward = SparingForward(reduction.sparing.similarity)
+            forward = SparingForward(reduction.sparing.similarity, whole)
             for i in reduction.spared:
                 spared += forward.overrides(self._layers[i], *self._halves[i].spared)
         return overridden([*skipped, *halves, *spared, *head])

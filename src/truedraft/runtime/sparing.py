@@ -18,10 +18,11 @@ class SparingForward:
 
     Args:
         similarity: see `Sparing`.
+        whole: (rows, width), of nodes that skip none; None for none.
     """
 
-    def __init__(self, similarity: float):
-        self._similarity = similarity
+    def __init__(self, similarity: float, whole: Tensor | None):
+        self._similarity, self._whole = similarity, whole
         self._skips: Tensor | None = None  # (rows, width), of nodes; None before the first feed-forward
         self._before: Tensor = torch.empty(0)  # (rows, width, H), the hidden states before a feed-forward
 
@@ -69,4 +70,6 @@ class SparingForward:
         """Nodes whose hidden states are similar to those before a feed-forward skip the following ones."""
         precise = torch.promote_types(after.dtype, torch.float32)
         similar = cosine_similarity(self._before.to(precise), after.to(precise), -1) > self._similarity
+        if self._whole is not None:
+            similar &= ~self._whole
         self._skips = similar if self._skips is None else self._skips | similar

@@ -60,11 +60,13 @@ class Sparing:
         state little; the node skips those after it, which leave its hidden state as it is.
     similarity: the cosine of the hidden states before and after a feed-forward, above which it has changed little.
     share: of these feed-forwards, those that are expected to be skipped.
+    warm: the first generated tokens of a row, which compute all of them.
     """
 
     layers: frozenset[int]
     similarity: float
     share: float
+    warm: int = 0
 
     def __str__(self) -> str:
         return f"behind a similarity of {self.similarity:.4g} in layers {min(self.layers)} to {max(self.layers)}"

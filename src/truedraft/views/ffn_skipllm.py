@@ -2,9 +2,9 @@
 
 Jaiswal et al., "FFN-SkipLLM: A Hidden Gem for Autoregressive Decoding with Adaptive Feed Forward Skipping", EMNLP 2024
 (arXiv 2404.03865). Attention runs in every layer, so that no keys are missing. Published is a model that generates so,
-which is lossy; here the skipped model drafts, and a token reads the keys of the whole model up to the last verification.
-The published first tokens without skipping, a few dozen, are for the keys of the first positions; these are the whole
-model's here, of the prompt where a text is generated under the view, and of all that is committed where it drafts.
+which is lossy; here the skipped model drafts, and a token reads keys of the whole model up to the last verification.
+So it needs no `warm` tokens: their keys are to be sound, as all committed ones are where it drafts, and those of the
+prompt where a text is generated under the view.
 
 The middle is where the similarity of the hidden states before and after a feed-forward rises from layer to layer; the
 threshold on it is the one with which so many feed-forwards are skipped on the calibration's texts.
@@ -58,6 +58,7 @@ class FfnSkipLlm(CalibratedLayers):
     file: str = knob("")  # of a calibration: layers, similarity and the share that it reached
     similarity: float = knob(0.0, 0, 1)  # threshold above which the following are skipped; 0 for that of the file
     share: float = knob(0.3, 0, 1)  # of all feed-forwards, those that are skipped; published 0.25 to 0.3
+    warm: int = knob(0, 0, 4096)  # first generated tokens that skip nothing; published a few dozen
     ends: int = knob(1, 0, 64)  # layers at either end that are not of the middle; published by their similarity
 
     def calibrate(self, evaluator: Evaluator, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -105,8 +106,6 @@ class FfnSkipLlm(CalibratedLayers):
         middle = middle_of(self.found)
         check_layers(Reduction(feed_forward=frozenset(middle)), layers)
         if not self.similarity:
-            raise Refused(
-                f"{self.name}:layers={self.layers} has no threshold: give similarity, or a calibration's file"
-            )
+            raise Refused(f"{self.name}:layers={self.layers} has no threshold: give similarity, or a file")
         of_middle = min(self.share * layers / len(middle), 1.0)
-        return Reduction(sparing=Sparing(frozenset(middle), self.similarity, of_middle))
+        return Reduction(sparing=Sparing(frozenset(middle), self.similarity, of_middle, self.warm))
