@@ -56,8 +56,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BEHIND, DEPTH = 256, 8
 PASSES = (
     "skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f",
-    "skip-layers:layers=4-6f", "ffn-skipllm:layers=3-6,similarity=0.01,share=0.25",
-    "ffn-skipllm:layers=3-6,similarity=1.0,share=0.0",
+    "skip-layers:layers=4-7f", "ffn-skipllm:layers=3-7,similarity=0.01,share=0.33",
+    "ffn-skipllm:layers=3-7,similarity=1.0,share=0.0",
 )  # fmt: skip
 BITS = ("int8-self", "int4-self")
 ENTRIES = (
@@ -66,7 +66,7 @@ ENTRIES = (
 )  # fmt: skip
 LONG = (16384, 65536)
 SHARES = (0.05, 0.1, 1 / 6, 0.25, 1 / 3)  # of feed-forwards
-SPARING = tuple(f"ffn-skipllm:layers=1-3,similarity={similarity}" for similarity in (0.993, 0.991, 0.987))
+SPARING = tuple(f"ffn-skipllm:layers=1-3,similarity={similarity}" for similarity in (0.9932, 0.9912, 0.9871, 0.981))
 LAYERS = (
     "skip-layers:layers=3f", "skip-layers:layers=3", "skip-layers:layers=3;4", "early-exit", "skipdecode", *SPARING,
     *BITS,
