@@ -414,8 +414,8 @@ def test_the_command_calibrates_what_drafts(tmp_path: Path, capsys: pytest.Captu
         ("ffn-skipllm", "ffn-skipllm has no layers to skip: `truedraft calibrate ffn-skipllm"),
         ("ffn-skipllm:layers=1-2", "layers=1-2 has no threshold: give similarity"),
         ("ffn-skipllm:layers=1-4,similarity=0.9", r"layers \[4\]|4"),
-        ("ffn-skipllm:layers=2,similarity=0.9", "give the first and the last middle layer"),
-        ("ffn-skipllm:layers=2-2,similarity=0.9", "give the first and the last middle layer"),
+        ("ffn-skipllm:layers=2,similarity=0.9", "give the first and the last layer"),
+        ("ffn-skipllm:layers=2-2,similarity=0.9", "give the first and the last layer"),
         ("ffn-skipllm:layers=1-2,similarity=1.5", "similarity"),
         (
             "ffn-skipllm:layers=0-2,similarity=0.9+ffn-skipllm:layers=1-2,similarity=0.8",

@@ -54,7 +54,7 @@ class FfnSkipLlm(CalibratedLayers):
         needs=("calibration",),
         published="25 to 30 % of the feed-forwards of Llama 2 7B and 13B at a small loss, without verification.",
     )
-    layers: str = knob("", form="the first and the last middle layer, as in '4-11'", reader=middle_of)
+    layers: str = knob("", form="the first and the last layer, as in '4-11'", reader=middle_of)  # of the middle
     file: str = knob("")  # of a calibration: layers, similarity and the share that it reached
     similarity: float = knob(0.0, 0, 1)  # threshold above which the following are skipped; 0 for that of the file
     share: float = knob(0.3, 0, 1)  # of all feed-forwards, those that are skipped; published 0.25 to 0.3
