@@ -1,6 +1,6 @@
 """The target drafting for itself: what passes under views cost, how often drafts are accepted, and the speed of text.
 
-    python benchmarks/views.py [--parts passes acceptance long lossy text] [--json FILE] [--svg PICTURE]
+    python benchmarks/views.py [--parts passes acceptance sparing long lossy text] [--json FILE] [--svg PICTURE]
 
 passes: a random Llama of 0.1 B parameters behind 256 positions, and behind 16,384 and 65,536 of random keys: a pass of
 width 1 under a view over one of the whole model, beside the share of bytes that it reads, of weights and of keys and
@@ -8,6 +8,8 @@ values; medians of ratios within rounds.
 acceptance: `nano`, whose layers all add something: drafts of 8 tokens without more and more of what a calibration by
 `sleb` finds redundant, by fewer layers for each further token, and in fewer bits; and the loss and the agreement of the
 view alone, which is the lossy model.
+sparing: `nano` by `ffn-skipllm`, calibrated on its own stories to skip several shares of all feed-forwards: the
+threshold, the share, the quality of the view alone, and the tokens per pass of its drafts.
 long: the same model behind a prompt of 16,384 tokens, wired so that every draft is right: what views save at best.
 lossy: `nano`, as it is and stretched to passes of 0.1 B, generating under views: the perplexity of the second halves of
 texts, the agreement with the whole model there, and the speed over it. It needs a file of stories (--texts).
@@ -52,14 +54,23 @@ from truedraft.views._base import Rounded, Selection, View
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BEHIND, DEPTH = 256, 8
-PASSES = ("skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f")
+PASSES = (
+    "skip-layers:share=0.25", "skip-layers:share=0.5", "skip-layers:layers=1-10a", "skip-layers:layers=1-10f",
+    "skip-layers:layers=4-7f", "ffn-skipllm:layers=3-7,similarity=0.01,share=0.33",
+    "ffn-skipllm:layers=3-7,similarity=1.0,share=0.0",
+)  # fmt: skip
 BITS = ("int8-self", "int4-self")
 ENTRIES = (
     "window-kv", "sparse-to-dense", "int8-kv", "int4-kv", "int8-self", "window-kv+int8-self", "int8-self+int8-kv",
     "quantspec",
 )  # fmt: skip
 LONG = (16384, 65536)
-LAYERS = ("skip-layers:layers=3f", "skip-layers:layers=3", "skip-layers:layers=3;4", "early-exit", "skipdecode", *BITS)
+SHARES = (0.05, 0.1, 1 / 6, 0.25, 1 / 3)  # of feed-forwards
+SPARING = tuple(f"ffn-skipllm:layers=1-3,similarity={similarity}" for similarity in (0.9932, 0.9912, 0.9871, 0.981))
+LAYERS = (
+    "skip-layers:layers=3f", "skip-layers:layers=3", "skip-layers:layers=3;4", "early-exit", "skipdecode", *SPARING,
+    *BITS,
+)  # fmt: skip
 CACHE = (
     *BITS, "int8-kv", "int4-kv", "quantspec", "window-kv:recent=124", "window-kv:recent=508",
     "sparse-to-dense:entries=128,recent=124",
@@ -150,13 +161,57 @@ def behind_texts(dtype: str, length: int, tokens: int) -> list[dict[str, Any]]:
     return [{**row, "over_no_drafts": rows[0]["seconds"] / row["seconds"]} for row in rows]
 
 
+def prompts(tokenizer: Any, name: str) -> list[Any]:
+    """The token ids of the embedded prompts of a name, (1, n) each."""
+    items = next(load_.items for load_ in embedded() if load_.name == name)
+    return [tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)["input_ids"] for item in items]
+
+
+def own_stories(model: Any, tokenizer: Any, tokens: int) -> TextEvaluator:
+    """On a model's own continuations of stories."""
+    encoded = prompts(tokenizer, "story")
+    return TextEvaluator(
+        model, [model.generate(ids, max_new_tokens=tokens, do_sample=False)[0].tolist() for ids in encoded]
+    )
+
+
+def accepted(model: Any, view: View, encoded: Sequence[Any], tokens: int) -> float:
+    """Tokens per pass of drafts by a view."""
+    fast = truedraft.accelerate(model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH), control="fixed")
+    emitted = made = 0
+    for ids in encoded:
+        fast.generate(ids, max_new_tokens=tokens, do_sample=False)
+        emitted, made = emitted + fast.report().tokens, made + fast.report().row_passes
+    return emitted / made
+
+
+def sparing(tokens: int) -> list[dict[str, Any]]:
+    """`ffn-skipllm` by the share of feed-forwards that it is calibrated to skip, beside the same half of one layer."""
+    model, tokenizer = load("nano", "float32")
+    evaluator = own_stories(model, tokenizer, tokens)
+    views: list[Any] = []
+    for share in SHARES:
+        found = registry.load("views", f"ffn-skipllm:share={share}").calibrate(evaluator, lambda line: None)
+        knobs = ",".join(f"{name}={found[name]}" for name in ("layers", "similarity", "share"))
+        views.append(registry.load("views", f"ffn-skipllm:{knobs}"))
+    views += [view_of(f"skip-layers:layers={layers}") for layers in ("3f", "2-3f")]
+    static = [len(view.reduction(evaluator.layers).feed_forward) / evaluator.layers for view in views]
+    return [
+        {
+            "view": view.name, "layers": view.layers, "similarity": getattr(view, "similarity", None),
+            "skipped": skipped or view.share,
+            "share": evaluator.target.share(view), "loss": evaluator.loss(view), "agreement": evaluator.agreement(view),
+            **{name: accepted(model, view, prompts(tokenizer, name), tokens) for name in ("story", "edit")},
+        }
+        for view, skipped in zip(views, static, strict=True)
+    ]  # fmt: skip
+
+
 def acceptance(tokens: int) -> list[dict[str, Any]]:
     """Of drafts of `nano` by its layers that are left, and the quality of these alone."""
     model, tokenizer = load("nano", "float32")
-    items = next(load_.items for load_ in embedded() if load_.name == "story")
-    encoded = [tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)["input_ids"] for item in items]
-    texts = [model.generate(ids, max_new_tokens=tokens, do_sample=False)[0].tolist() for ids in encoded]
-    evaluator = TextEvaluator(model, texts)
+    encoded = prompts(tokenizer, "story")
+    evaluator = own_stories(model, tokenizer, tokens)
     d3: Any = registry.load("views", "d3")
     order = d3.search(evaluator, lambda line: None).split(";")  # that of `sleb`
     found = [";".join(sorted(order[:n])) for n in (1, 2, 3)]
@@ -167,17 +222,13 @@ def acceptance(tokens: int) -> list[dict[str, Any]]:
     rows = []
     for spec in specs:
         view = view_of(spec)
-        fast = truedraft.accelerate(model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH), control="fixed")
-        emitted = made = 0
-        for ids in encoded:
-            fast.generate(ids, max_new_tokens=tokens, do_sample=False)
-            emitted, made = emitted + fast.report().tokens, made + fast.report().row_passes
         levels = [view.at(depth) for depth in range(DEPTH)]
         alone = levels[1:] == levels[:-1]  # else it is another model at every depth of a draft
         rows.append(
             {
                 "view": spec, "share": sum(map(evaluator.target.share, levels)) / DEPTH,
-                "mean_acceptance_length": emitted / made, "loss": evaluator.loss(view) if alone else None,
+                "mean_acceptance_length": accepted(model, view, encoded, tokens),
+                "loss": evaluator.loss(view) if alone else None,
                 "agreement": evaluator.agreement(view) if alone else None,
             }
         )  # fmt: skip
@@ -255,7 +306,7 @@ def shown(console: Console, title: str, rows: list[dict[str, Any]], names: tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "long", "text"])
+    parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "sparing", "long", "text"])
     parser.add_argument("--texts", type=Path, help="of the part lossy: a file of stories")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
@@ -282,6 +333,10 @@ def main() -> None:
         shown(console, "nano", found["acceptance"], names)
         if args.svg:
             write_whole(args.svg, drawn(found["acceptance"]))
+    if "sparing" in args.parts:
+        found["sparing"] = sparing(args.tokens)
+        names = ("view", "layers", "similarity", "skipped", "share", "agreement", "loss", "story", "edit")
+        shown(console, "ffn-skipllm", found["sparing"], names)
     if "long" in args.parts:
         found["long"] = [row for dtype in args.dtypes for row in behind_texts(dtype, LONG[0], args.tokens)]
         shown(console, "Behind long prompts", found["long"], ("dtype", "behind", "view", "over_no_drafts", "seconds"))

@@ -37,6 +37,7 @@ EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method unde
 VIEWED = {*VIEWS, *(n for n in registry.names("drafters") if issubclass(registry.method("drafters", n), ViewDrafter))}
 FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts
     "skip-layers": {"layers": "1a"},
+    "ffn-skipllm": {"layers": "0-1", "similarity": 0.8},
     "skipdecode": {"most": 1.0, "least": 0.5, "levels": 2},
     "window-kv": {"sinks": 1, "recent": 3},
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
@@ -171,7 +172,8 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else FEW.get(base, {})
+        calibrated = "calibration" in registry.method("views", base).card.needs
+        found = FEW.get(base, {"layers": "1a"} if calibrated else {})
         return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):

@@ -27,8 +27,9 @@ KNOBS: dict[str, dict[str, Any]] = {
     "draft-and-verify": {"trials": 24},
     "knn-ssd": {"trials": 24},
 }
-CALIBRATED = [  # knn-ssd searches as draft-and-verify does
-    n for n in registry.names("views") if "calibration" in registry.method("views", n).card.needs and n != "knn-ssd"
+OTHERS = {"knn-ssd", "ffn-skipllm"}  # that search as draft-and-verify does, or no layers to skip
+CALIBRATED = [
+    n for n in registry.names("views") if "calibration" in registry.method("views", n).card.needs and n not in OTHERS
 ]
 
 

@@ -17,6 +17,8 @@ from truedraft.runtime.native import Failure, Form, Op, OpKind, PassArguments
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.targets.seq2seq import Seq2SeqTarget
+from truedraft.views._base import View
+from truedraft.views.ffn_skipllm import FfnSkipLlm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 WRONG = (-1, -(2**40), 2**20, 2**40, 2**62)
@@ -57,6 +59,7 @@ READ = {  # fields that a kind of operation uses, and whose invalid values C can
     OpKind.MIX: ("src", "other", "dst", "heads", "kv_heads", "head"),
     OpKind.MATCH: ("src", "other", "dst", "inner"),
     OpKind.EXCEED: ("src", "dst", "inner"),
+    OpKind.SPARE: ("src", "dst", "inner"),
 }
 KINDS = [
     "llama", "mixtral", "dots1", "deepseek_v3", "gpt_neox", "gemma2", "cohere", "olmo", "gpt2", "gpt_oss", "apertus",
@@ -68,8 +71,8 @@ class Taken(Exception):
     """Raised with the arguments of a call of `truedraft_pass`."""
 
 
-def arguments(kind: str) -> tuple[Any, ...]:
-    """The arguments of a pass over two trees."""
+def arguments(kind: str, *under: View) -> tuple[Any, ...]:
+    """The arguments of a pass over two trees, of the whole model or under a view."""
     layers = 2 if kind in SHARING else None  # whose keys are their own: an operation without keys has unused fields
     model: Any = seq2seq(kind) if kind in ("bart", "t5") else tiny(kind, torch.float32, layers=layers)
     decoder = RecurrentTarget if kind in RECURRENT else DecoderTarget
@@ -86,7 +89,7 @@ def arguments(kind: str) -> tuple[Any, ...]:
     runner._run = taken
     tree = DraftTree((7, 3, 4, 5, 6), (-1, 0, 0, 1, 2))
     with pytest.raises(Taken) as found:
-        target.score([tree, DraftTree.chain(9, [4, 5])])
+        target.score([tree, DraftTree.chain(9, [4, 5])], *under)
     return found.value.args
 
 
@@ -140,9 +143,14 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, 0, threads) == run(ops, 0, given, share, threads) == Failure.OP
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid", "jamba", "recurrent_gemma"])
-def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
-    ops, count, given, share, threads, _target = arguments(kind)
+SPARING = FfnSkipLlm("0-1", similarity=0.9)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid", "jamba", "recurrent_gemma", SPARING]
+)
+def test_invalid_fields_of_an_operation_are_refused(kind: Any) -> None:
+    ops, count, given, share, threads, _target = arguments("llama", kind) if kind is SPARING else arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     for at in range(count):
         for name in READ[OpKind(ops[at].kind)]:
@@ -154,6 +162,18 @@ def test_invalid_fields_of_an_operation_are_refused(kind: str) -> None:
         copied = (Op * count).from_buffer_copy(ops)
         copied[at].kind = 99
         assert run(copied, count, given, share, threads) == Failure.OP
+
+
+def test_what_nodes_skip_is_given_with_the_operations_that_read_it() -> None:
+    ops, count, given, share, threads, _target = arguments("llama", SPARING)
+    run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
+    assert any(op.spared for op in ops) and run(ops, count, given, share, threads) == 0
+    assert run(ops, count, changed(given, sparing=0), share, threads) == Failure.OP
+    for at in range(count):
+        if ops[at].spared:
+            ops[at].tail = 1
+            assert run(ops, count, given, share, threads) == Failure.OP
+            ops[at].tail = 0
 
 
 def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
@@ -172,6 +192,6 @@ def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
         {"out": 0}, {"out": -1}, {"out": 2**40}, {"inner": 0}, {"inner": 31}, {"inner": -16}, {"form": -1},
         {"form": len(Form)}, {"form": 2}, {"kind": OpKind.ATTEND}, {"kind": 99}, {"src": 1}, {"dst": 2}, {"tail": 1},
         {"experts": 2}, {"weight": None}, {"form": 3, "shift": 63}, {"form": 6}, {"form": 8, "shift": 4},
-        {"form": 4, "apart": 8},
+        {"form": 4, "apart": 8}, {"spared": 1},
     ):  # fmt: skip
         assert code(**wrong) == Failure.OP, wrong

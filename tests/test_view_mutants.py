@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
+import test_ffn_skipllm as sparing
 import test_lossy_views as lossy
 from faults import replaced
 from models import tiny
 from test_view_rounded_entries import check_against_rounded
-from test_views import COMPILED
+from test_views import COMPILED, deep, target_of
 from truedraft import DraftTree
 from truedraft.caches.rows import CacheCursor
 from truedraft.caches.subset import SubsetCache
 from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.native import Op
 from truedraft.runtime.rounded_entries import RoundedEntries
+from truedraft.runtime.sparing import SparingForward
+from truedraft.runtime.variants import Variants
 from truedraft.targets.drafting import ViewPasses
 from truedraft.tree import Scores
+from truedraft.views._base import Reduction
 
 pytestmark = COMPILED
 
@@ -43,6 +51,55 @@ def rows_end() -> None:
     lossy.test_rows_that_end_early_do_not_change_the_depth_of_others()
 
 
+def decisions() -> None:
+    sparing.check_against_decisions(target_of(deep("llama", torch.float32), "auto"), 1e-3)
+
+
+def decisions_of_forward() -> None:
+    sparing.check_against_decisions(target_of(deep("llama", torch.float32), "stock"), 1e-3)
+
+
+def warm() -> None:
+    sparing.test_a_text_under_it_is_that_of_its_decisions(7, "auto")
+
+
+def _decided(change: Callable[[SparingForward], None]) -> Callable[[SparingForward, Tensor], None]:
+    """Another `_decide`: the method's own, and then a change."""
+    own = SparingForward._decide
+
+    def decide(self: SparingForward, after: Tensor) -> None:
+        own(self, after)
+        change(self)
+
+    return decide
+
+
+def _dissimilar(self: SparingForward, after: Tensor) -> None:
+    less = cosine_similarity(self._before, after, -1) < self._similarity
+    self._skips = less if self._skips is None else self._skips | less
+
+
+def _shared(self: SparingForward) -> None:
+    assert self._skips is not None
+    self._skips = self._skips.any(-1, keepdim=True).expand_as(self._skips)
+
+
+def _spare(change: Callable[[Op], object]) -> Callable[..., Op]:
+    """Another `_spare`: the method's own, and then a change of the operation."""
+    own = Variants._spare
+
+    def spare(self: Variants, reduction: Reduction, before: int) -> Op:
+        op = own(self, reduction, before)
+        change(op)
+        return op
+
+    return spare
+
+
+def _others(self: CacheCursor, trees: Any, first: int) -> list[list[bool]]:
+    return [[depth < 2 for depth in tree.shape.depth] for tree in trees]
+
+
 def by_the_whole_model(self: Any, view: Any, trees: list[DraftTree]) -> Scores:
     return self.runner.score(trees, self.taps)
 
@@ -60,6 +117,20 @@ MUTANTS = {
     "lossy passes by the whole model": (replaced(ViewPasses, "_score_lossy", by_the_whole_model), without_layers),
     "depth of a lossy view does not fall": (replaced(CacheCursor, "generated", lambda self: [0]), falling_depth),
     "what passes over a window wrote is lost": (replaced(SubsetCache, "return_nodes", lambda *_: None), window),
+    "nodes skip where they are dissimilar": (replaced(SparingForward, "_decide", _dissimilar), decisions_of_forward),
+    "what a node skips is skipped by others": (
+        replaced(SparingForward, "_decide", _decided(_shared)),
+        decisions_of_forward,
+    ),
+    "nodes skip whatever they are": (
+        replaced(Variants, "_spare", _spare(lambda op: setattr(op, "scale", -1.0))),
+        decisions,
+    ),
+    "feed-forwards added where they are skipped": (
+        replaced(Variants, "_spare", _spare(lambda op: setattr(op, "src", op.dst))),
+        decisions,
+    ),
+    "warm tokens skip": (replaced(CacheCursor, "warm", _others), warm),
     "prompts of rows not moved": (replaced(CacheCursor, "released", lambda *_: None), rows_end),
 }
 

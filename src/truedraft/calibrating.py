@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.accelerated import accelerate
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.errors import Refused
 from truedraft.targets.hosting import hosted
-from truedraft.tree import DraftTree, Prompt, Taps
-from truedraft.views._base import View
+from truedraft.tree import DraftTree, Prompt, Scores, Taps
+from truedraft.views._base import Reduction, View
+from truedraft.views._layers import Without
 
 LONGEST = 256  # tokens of a text that the loss is computed over
 PROMPT, NEW = 128, 32  # tokens of a text that a draft continues at most, and of its continuation; published 32
@@ -70,6 +71,23 @@ class TextEvaluator:
         target.taps = Taps()
         return torch.stack(states)
 
+    @torch.no_grad()
+    def similarities(self) -> Tensor:
+        found = []
+        for layer in range(self.layers):
+            later = frozenset(range(layer + 1, self.layers))
+            before = self._hidden(layer + 1, Without(Reduction(later, later | {layer})))
+            after = self._hidden(layer + 1, Without(Reduction(later, later)))
+            found.append(cosine_similarity(before, after, -1))
+        return torch.stack(found)
+
+    def _hidden(self, layer: int, view: View) -> Tensor:
+        """(tokens, H) fp32 hidden states of a layer, numbered as in `Taps`, at the tokens of the texts."""
+        tap = Taps((layer,))
+        self.target.check_taps(tap)
+        states = [self._scored(text, view.tapping(tap)).hidden[layer][0] for text in self.texts]
+        return torch.cat(states).float().cpu()
+
     def agreement(self, view: View) -> float:
         """The share of tokens whose likeliest successor, behind the text before, is that of the whole model."""
         whole = View()
@@ -83,10 +101,13 @@ class TextEvaluator:
     @torch.no_grad()
     def _logits(self, text: Sequence[int], view: View) -> Tensor:
         """(n - 1, V) logits at a text's tokens but the last, by the target run under the view alone."""
+        return self._scored(text, view).logits[0].float()
+
+    def _scored(self, text: Sequence[int], view: View) -> Scores:
         target = self.target
         with target.temporary_cache(1, len(text) + 1):
             target.prefill([Prompt(torch.tensor(text[:1], device=target.device))])
-            return target.score([DraftTree.chain(text[0], text[1:-1])], view).logits[0].float()
+            return target.score([DraftTree.chain(text[0], text[1:-1])], view)
 
     def goodput(self, view: View) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")

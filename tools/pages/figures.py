@@ -122,6 +122,22 @@ def views(part: str) -> list[str]:
             for one in found
         ]  # fmt: skip
         return _table(["view", "share of weights", "tokens per pass", "agreement alone", "loss alone"], rows)
+    if part == "sparing":
+        rows = [
+            [
+                f"`{one['view']}:layers={one['layers']}`", f"{one['similarity']:.4f}" if one["similarity"] else "",
+                f"{one['skipped']:.1%}", f"{one['story']:.2f}", f"{one['edit']:.2f}", f"{one['agreement']:.1%}",
+                f"{one['loss']:.3f}",
+            ]
+            for one in found
+        ]  # fmt: skip
+        return _table(
+            [
+                "view", "similarity", "feed-forwards skipped", "tokens per pass, stories", "edits", "agreement alone",
+                "loss alone",
+            ],
+            rows,
+        )  # fmt: skip
     if part == "lossy":
         rows = [
             [

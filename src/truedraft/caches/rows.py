@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from truedraft.caches.entries import Entries
+from truedraft.tree import DraftTree
 
 
 class CacheCursor:
@@ -89,8 +90,14 @@ class CacheCursor:
 
     def generated(self) -> list[int]:
         """Positions per slot in use that were committed since this was first asked for it."""
-        self.begun += self.lengths[len(self.begun) :]
-        return list(map(sub, self.lengths, self.begun))
+        self.begun += self.positions[len(self.begun) :]
+        return list(map(sub, self.positions, self.begun))
+
+    def warm(self, trees: Sequence[DraftTree], first: int) -> list[list[bool]]:
+        """By slot, which nodes of a tree behind it are among the first tokens that the row generates; empty where
+        `first`, the number of these, is 0."""
+        depths = zip(self.generated(), (tree.shape.depth for tree in trees), strict=True) if first else ()
+        return [[behind + depth < first for depth in below] for behind, below in depths]
 
     def released(self, slot: int) -> None:
         """The last slot in use is about to move into this one."""

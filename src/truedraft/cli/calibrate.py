@@ -68,4 +68,4 @@ def calibrate(
         raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
     record = {"view": chosen.name, "target": type(model).__name__, "fingerprint": fingerprint(model), **record}
     write_whole(out, json.dumps(record, indent=2) + "\n")
-    print(f"{out}: layers {record['layers']} are skipped; use it as --draft {chosen.name}:file={out}")
+    print(f"{out}: layers {record['layers']}; use it as --draft {chosen.name}:file={out}")

@@ -7,7 +7,8 @@ same bit for bit whether it is scored alone, in a chain, in a tree, in a batch, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
-from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
 from truedraft.runtime.panels import rounded_copies
@@ -27,9 +27,10 @@ from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
 from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.rounded_entries import CHUNK, RoundedEntries, readable
-from truedraft.runtime.selecting import fitted, over, point
+from truedraft.runtime.selecting import fitted, point
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
+from truedraft.runtime.variants import Variants, copying
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import WHOLE, Reduction, Rounded, View
@@ -74,7 +75,7 @@ class CompiledPass(Runner):
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
-        self._halves: dict[int, Halves] = {}
+        self._lists = Variants(self.program, type(self.model).__name__)
         self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
         self._readable = {at for op, at in zip(self.program.ops, self.program.layers, strict=True) if readable(op)}
@@ -175,7 +176,7 @@ class CompiledPass(Runner):
         reduction = view.reduction(len(self.program.layer_types))
         if reduction.skips:
             check_own_keys(self.model)
-        self._without(reduction)
+        self._lists.check(reduction)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
@@ -201,13 +202,13 @@ class CompiledPass(Runner):
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree.cut(1))
         attending = [(op, at) for op, at in zip(p.ops, p.layers, strict=True) if op.kind == OpKind.ATTEND]
-        copies = (_copy(p, names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
+        copies = (copying(p, names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
         ops: list[Op] = []
         for op in p.ops[: p.head_from]:
             ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
         seen = [_floats(len(nodes), self._stride(names[op.src])) for op, _ in attending]
         logits = _floats(0, self._stride("logits"))
-        self._execute((Op * len(ops))(*ops), nodes, [], None, [logits, *seen])
+        self._execute((Op * len(ops))(*ops), nodes, [], None, [logits, *seen], {})
         found: list[list[Tensor]] = [[] for _ in self.cache.layers]
         for (op, at), rows in zip(attending, seen, strict=True):
             queries = rows[:, : op.heads * op.step].unflatten(1, (op.heads, op.step))[..., : op.head] * op.scale
@@ -236,6 +237,8 @@ class CompiledPass(Runner):
             shape, gather = (len(trees), 0), range(0)
         else:
             gather = range(len(nodes))
+        if reduction.sparing is not None:
+            nodes.whole = [*chain.from_iterable(cursor.warm(trees, reduction.sparing.warm))]
         logits, states = self(nodes, gather, inputs, taps.hidden, reduction, shape)
         if shape is None:
             logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
@@ -262,25 +265,30 @@ class CompiledPass(Runner):
             Refused: there is no such layer.
         """
         kept = {layer: _floats(len(nodes), self._stride("x")) for layer in hidden}
+        further: dict[str, Sequence[int]] = {}
+        before = []
+        if reduction.spared:
+            further["sparing"] = [*(-int(whole) for whole in nodes.whole or [False] * len(nodes)), 0]
+            before = [_floats(len(nodes), self._stride("x"))]
         logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
-        copies = self._whole.rounded.get(reduction.entries)
-        self._execute(
-            self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()],
-            copies.lengths if copies else (),
-        )  # fmt: skip
+        if (copies := self._whole.rounded.get(reduction.entries)) is not None:
+            further["rounded"] = copies.lengths
+        out = [logits, *kept.values(), *before]
+        self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, out, further)
         if logits.shape[-1] > self._vocabulary:
             logits = logits[..., : self._vocabulary]
         return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _execute(
         self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
-        rounded: Sequence[int] = (),
+        further: Mapping[str, Sequence[int]],
     ) -> None:  # fmt: skip
         """Run operations over the nodes.
 
         Args:
             out: fp32 buffers behind those of the program, the logits first.
-            rounded: by slot, the first places that attention reads in fewer bits.
+            further: lists that some operations need. rounded: by slot, the first places that attention reads in fewer
+                bits; sparing: see `Pass` in pass.c.
         """
         n, m = len(nodes), len(gather)
         self._reserve(n)
@@ -300,8 +308,7 @@ class CompiledPass(Runner):
             "token": nodes.token, "slot": nodes.slot, "position": nodes.position, "place": nodes.place,
             "base": nodes.base, "extra_from": nodes.extra_from, "extra": nodes.extra,
             "extra_position": nodes.extra_position, "gather": gather, "group_from": nodes.group_from,
-            "rounded": rounded,
-            "room": room, "buffer": buffers, "stride": strides,
+            "room": room, "buffer": buffers, "stride": strides, **further,
         }  # fmt: skip
         self._complete(nodes, numbers, lists)
         given = PassArguments.of(numbers, lists)
@@ -350,40 +357,12 @@ class CompiledPass(Runner):
                 raise
         return self._rounded[bits].ops
 
-    def _without(self, reduction: Reduction) -> set[int]:
-        """The operations that a reduction leaves out.
-
-        Raises:
-            Refused: see `Halves`.
-        """
-        skipped = {i for layer in reduction.layers for i in self.program.ops_of(layer)}
-        for layer in reduction.halves:
-            if layer not in self._halves:
-                self._halves[layer] = Halves(self.program, layer, type(self.model).__name__)
-            skipped |= self._halves[layer].without("attention" if layer in reduction.attention else "feed_forward")
-        return skipped
-
     def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> ctypes.Array[Op]:
         """The operations under a reduction, with a copy of "x" after each layer in `hidden`."""
         part = self._whole.rounded.get(reduction.entries) if self.cache is self._whole else self.cache
         key = hidden, reduction, part
         if key not in self._variants:
-            p = self.program
-            numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
-            skipped = self._without(reduction)
-            ops: list[Op] = []
-            for i, op in enumerate(self._of_bits(reduction.bits)):
-                if i in skipped and ops and not ops[-1].wait:  # what would have waited is gone
-                    ops[-1] = Op.from_buffer_copy(ops[-1])
-                    ops[-1].wait = 1
-                elif i not in skipped:
-                    ops.append(op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part))
-                ops += [_copy(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
-            for k, number in enumerate(numbers):
-                if number == -1:  # after the final norm, for all nodes
-                    norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
-                    norm.tail, norm.src, norm.dst = 0, list(p.widths).index("x"), len(p.widths) + k
-                    ops.append(norm)
+            ops = self._lists.ops(self._of_bits(reduction.bits), hidden, reduction, part)
             if len(self._variants) == VARIANTS:
                 del self._variants[next(iter(self._variants))]
             self._variants[key] = (Op * len(ops))(*ops)
@@ -393,8 +372,3 @@ class CompiledPass(Runner):
 def _floats(*shape: int) -> Tensor:
     """A new buffer of fp32, whatever torch's default is."""
     return torch.empty(*shape, dtype=torch.float32)
-
-
-def _copy(p: Program, name: str, to: int) -> Op:
-    at = list(p.widths).index(name)
-    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths[name])

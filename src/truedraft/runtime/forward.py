@@ -147,7 +147,7 @@ class ForwardPass(Runner):
             Refused: see `reduced`.
         """
         self.check_taps(taps)
-        with self._under(view):
+        with self._under(view, trees):
             logits, states = self._scored(trees, taps)
         hidden = {
             layer: [row[: len(tree)] for row, tree in zip(states[layer], trees, strict=True)] for layer in taps.hidden
@@ -228,12 +228,16 @@ class ForwardPass(Runner):
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
         return fitted(self.model, reduction, bool(by_place), self.window)
 
-    def _under(self, view: View | None) -> AbstractContextManager[None]:
-        """A context in which `forward` runs under a view; None for the whole model."""
+    def _under(self, view: View | None, trees: Sequence[DraftTree]) -> AbstractContextManager[None]:
+        """A context in which `forward` scores trees under a view; None for the whole model."""
         if view is None:
             return nullcontext()
-        reduction = self.reduced(view)
-        return nullcontext() if self._skippable is None else self._skippable.without(reduction)
+        reduction, width = self.reduced(view), max(map(len, trees))
+        if self._skippable is None:
+            return nullcontext()
+        warm = self.cache.cursor.warm(trees, reduction.sparing.warm if reduction.sparing else 0)
+        padded = [[*row, *[row[-1]] * (width - len(row))] for row in warm]
+        return self._skippable.without(reduction, torch.tensor(padded, device=self.device) if warm else None)
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
         """The output of the model's own forward, over the cache at its cursor."""

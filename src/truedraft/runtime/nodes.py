@@ -18,6 +18,7 @@ class Nodes:
     place: where keys and values are written in the row's slot.
     base: node i attends to the first `base[i]` places of its slot and to `extra[extra_from[i]:extra_from[i + 1]]`,
         whose positions are in `extra_position`; they are written by this pass or were by an earlier one.
+    whole: whether the node skips nothing by itself; empty where none does.
     """
 
     token: list[int] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Nodes:
     extra: list[int] = field(default_factory=list)
     extra_position: list[int] = field(default_factory=list)
     group_from: list[int] = field(default_factory=lambda: [0])
+    whole: list[bool] = field(default_factory=list)
     longest: int = 0
 
     def __len__(self) -> int:

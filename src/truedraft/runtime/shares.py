@@ -15,7 +15,7 @@ from truedraft.views._base import Reduction
 
 def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> float:
     """The share of its weights that a model reads under a view, where each pass reads all weights but those of
-    embeddings; mixtures of experts count whole.
+    embeddings; mixtures of experts count whole, and what nodes skip by themselves as far as it is expected.
 
     layers: of the decoder.
     """
@@ -26,11 +26,18 @@ def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> f
         for bits in (0, reduction.bits)
     )
     blocks = blocks_of(model, layers) or []
-    left_out = sum(
+    left_out: float = sum(
         _bytes(part.parameters(), reduction.bits)
         for i, block in enumerate(blocks)
         for part in _left_out(block, i in reduction.attention, i in reduction.feed_forward)
     )
+    if reduction.sparing:
+        left_out += reduction.sparing.share * sum(
+            _bytes(part.parameters(), reduction.bits)
+            for i, block in enumerate(blocks)
+            if i in reduction.spared
+            for part in _left_out(block, False, True)
+        )
     if reduction.output_head and head is not None:
         left_out += _bytes(head.parameters(), reduction.bits)
     return (lighter - left_out) / whole

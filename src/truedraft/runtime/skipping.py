@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.sparing import SparingForward
 from truedraft.runtime.tapping import CALL, blocks_of, given, one_token
 from truedraft.views._base import Reduction
 
@@ -56,13 +57,26 @@ class SkippableLayers:
                 f"the halves of layers {bad} of {self._name} cannot be skipped: attention and feed-forward are not "
                 "modules whose results are added to the hidden state one by one"
             )
+        if bad := [i for i in reduction.spared if self._halves[i].between is None]:
+            raise Refused(
+                f"the feed-forwards of layers {bad} of {self._name} cannot be skipped by node: they are no "
+                "modules whose results are added to a hidden state that a module reads"
+            )
 
-    def without(self, reduction: Reduction) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model leave these layers, halves and output head out."""
+    def without(self, reduction: Reduction, whole: Tensor | None = None) -> AbstractContextManager[None]:
+        """Within the block, this thread's next call of the model leaves these layers, halves and output head out.
+
+        whole: (rows, width), of nodes that skip nothing by themselves; None for none.
+        """
         skipped = [(self._layers[i], "forward", _returning(self._values[i])) for i in sorted(reduction.layers)]
         halves = [self._halves[i].without(i in reduction.attention) for i in sorted(reduction.halves)]
         head = [(self._head, CALL, lambda states: states[..., :0])] if reduction.output_head and self._head else []
-        return overridden([*skipped, *halves, *head])
+        spared: list[Override] = []
+        if reduction.sparing:
+            forward = SparingForward(reduction.sparing.similarity, whole)
+            for i in reduction.spared:
+                spared += forward.overrides(self._layers[i], *self._halves[i].spared)
+        return overridden([*skipped, *halves, *spared, *head])
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:
@@ -95,10 +109,12 @@ class _Halves:
     """The attention and the feed-forward of a layer.
 
     added: whether each is added to the hidden states, so that they pass it unchanged where it is zero.
+    between: the module that reads the hidden states between them; None where there is none.
     """
 
     def __init__(self, layer: Any):
         self._layer, self.added = layer, False
+        self.between: nn.Module | None = None
         found = [module_named(layer, pattern) for pattern in (ATTENTION, FEED_FORWARD)]
         self._modules = [one for one in found if one is not None and not does_more(one)]
         self._values = [0, 0]  # sizes of the tuples that they return
@@ -122,13 +138,43 @@ class _Halves:
                     returned = type(self._layer).forward(self._layer, *args, **kwargs)
             except (TypeError, AttributeError, ValueError):  # it does more with their results than add them
                 return
-            self.added = torch.equal(returned[0] if isinstance(returned, tuple) else returned, states)
+            self.added = torch.equal(_first(returned), states)
+            if self.added:
+                self.between = self._reader(args, kwargs)
+
+    def _reader(self, args: Any, kwargs: Any) -> nn.Module | None:
+        """The last module, of those up to the feed-forward, whose input is the layer's output without this."""
+        with overridden([self.without(False)]):
+            between = _first(type(self._layer).forward(self._layer, *args, **kwargs))
+        found: list[nn.Module] = []
+
+        def noting(module: Any) -> Override:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                states = args[0] if args else kwargs.get("hidden_states")
+                if isinstance(states, Tensor) and torch.equal(states, between) and self._modules[1] not in found:
+                    found.append(module)
+                return getattr(type(module), CALL)(module, *args, **kwargs)
+
+            return module, CALL, call
+
+        with overridden(map(noting, self._layer.children())):
+            type(self._layer).forward(self._layer, *args, **kwargs)
+        return found[-1] if found else None
+
+    @property
+    def spared(self) -> tuple[Any, Any, Callable[..., Any]]:
+        """What reads the hidden states before the feed-forward; this; and a call that returns zeros in its place."""
+        return self.between, self._modules[1], _returning(self._values[1], torch.zeros_like)
 
     def without(self, attention: bool) -> Override:
         """An override under which the layer's attention, or else its feed-forward, returns zeros: of its call, because
         others override its forward."""
         i = 0 if attention else 1
         return self._modules[i], CALL, _returning(self._values[i], torch.zeros_like)
+
+
+def _first(returned: Any) -> Any:
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 def module_named(layer: nn.Module, pattern: re.Pattern[str]) -> nn.Module | None:

@@ -65,10 +65,18 @@ class ViewPasses:
         self.view = view
 
     def check_drafts(self) -> None:
-        if self.view is not None and (self.view.varies or self.runner.reduced(self.view).entries is not None):
+        if self.view is None:
+            return
+        reduction = self.runner.reduced(self.view)
+        if self.view.varies or reduction.entries is not None:
             raise Refused(
                 f"under {self.view.lossy} what a token reads depends on its position, so that its text would depend on "
                 "the drafts: use draft='none'"
+            )
+        if reduction.sparing and not self.runner.batch_invariant:
+            raise Refused(
+                f"under {self.view.lossy} the last bits of a token decide what it skips, and by the {self.runner.name} "
+                "they depend on the drafts: use draft='none', or the compiled pass"
             )
 
     def share(self, view: View) -> float:

@@ -53,6 +53,26 @@ class Rounded:
 
 
 @dataclass(frozen=True)
+class Sparing:
+    """The feed-forwards that a pass leaves out at each node by itself, from what it has computed there.
+
+    layers: whose feed-forwards these are. In their order each is computed, until one has changed the node's hidden
+        state little; the node skips those after it, which leave its hidden state as it is.
+    similarity: the cosine of the hidden states before and after a feed-forward, above which it has changed little.
+    share: of these feed-forwards, those that are expected to be skipped.
+    warm: the first generated tokens of a row, which compute all of them.
+    """
+
+    layers: frozenset[int]
+    similarity: float
+    share: float
+    warm: int = 0
+
+    def __str__(self) -> str:
+        return f"behind a similarity of {self.similarity:.4g} in layers {min(self.layers)} to {max(self.layers)}"
+
+
+@dataclass(frozen=True)
 class Reduction:
     """What passes under a view leave out of the target; what passes prepare for it is kept by its value.
 
@@ -60,6 +80,7 @@ class Reduction:
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
     entries: the entries of the KV cache that are read, or are read in fewer bits; None for all of them as they are.
     output_head: whether the output head is left out; of a pass there are hidden states then, and its logits are empty.
+    sparing: what nodes skip by their own hidden states; None for nothing.
     """
 
     attention: frozenset[int] = NONE
@@ -67,6 +88,7 @@ class Reduction:
     bits: int = 0
     entries: Selection | Rounded | None = None
     output_head: bool = False
+    sparing: Sparing | None = None
 
     @property
     def layers(self) -> frozenset[int]:
@@ -81,22 +103,30 @@ class Reduction:
     @property
     def skips(self) -> bool:
         """Whether any layer does not run whole."""
-        return bool(self.attention or self.feed_forward)
+        return bool(self.attention or self.feed_forward or self.sparing)
+
+    @property
+    def spared(self) -> list[int]:
+        """The layers whose feed-forwards nodes compute or skip, in order."""
+        return sorted(self.sparing.layers - self.feed_forward) if self.sparing else []
 
     def joined(self, other: Reduction) -> Reduction:
         """Without what either leaves out.
 
         Raises:
-            Refused: both say what is read of the KV cache.
+            Refused: both say what is read of the KV cache, or which feed-forwards nodes skip.
         """
         if self.entries is not None and other.entries is not None:
             raise Refused(f"two views say what is read of the KV cache ({self.entries}; {other.entries}): use one")
+        if self.sparing and other.sparing:
+            raise Refused(f"two views skip feed-forwards by node ({self.sparing}; {other.sparing}): use one")
         return Reduction(
             self.attention | other.attention,
             self.feed_forward | other.feed_forward,
             min(filter(None, (self.bits, other.bits)), default=0),
             self.entries or other.entries,
             self.output_head or other.output_head,
+            self.sparing or other.sparing,
         )
 
 

@@ -32,6 +32,10 @@ class Evaluator(Protocol):
     def states(self) -> Tensor:
         """(prompts, H) fp32 hidden states after the final norm, at the last token of each prompt of the texts."""
 
+    def similarities(self) -> Tensor:
+        """(layers, tokens) fp32 cosines of the hidden states before and after the feed-forward of each layer, at the
+        tokens of the texts, by the whole model."""
+
     def loss(self, view: View) -> float:
         """Mean negative log-likelihood of a token of the texts, in nats, by the target run under the view alone."""
 

@@ -59,6 +59,7 @@ class OpKind(enum.IntEnum):
     MIX = 32
     MATCH = 33
     EXCEED = 34
+    SPARE = 35
 
 
 class Failure(enum.IntEnum):
@@ -112,7 +113,8 @@ class Op(ctypes.Structure):
         ),
         *((name, c_void_p) for name in ("keys", "values", "cosine", "sine", "factor")),
         *((name, c_float) for name in ("eps", "scale", "cap")),
-        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last", "half")),
+        *((name, c_int32) for name in ("norm_once", "form", "shift", "interleaved", "norm_last", "bias_last")),
+        *((name, c_int32) for name in ("half", "spared")),
     ]
 
 
@@ -144,7 +146,7 @@ class PassArguments(ctypes.Structure):
         *((name, c_int64) for name in ("longest", "slots", "extras", "rows")),
         *((name, c_void_p) for name in ("row_from", "parent", "settled", "path_from", "path")),
         *((name, c_int64) for name in ("drafted", "buffers")),
-        *((name, c_void_p) for name in ("room", "buffer", "stride", "plan")),
+        *((name, c_void_p) for name in ("room", "buffer", "stride", "sparing", "plan")),
         ("reach", c_int64),
     ]
 

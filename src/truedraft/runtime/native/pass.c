@@ -439,7 +439,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED
+  PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED, SPARE
 };
 
 typedef struct {
@@ -505,7 +505,8 @@ typedef struct {
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
   float eps, scale, cap;                /* ROUTE: added to the sum, factor of the weights, least sum; MIX: eps is added to
-                                           the coefficients; MATCH: eps is the least mean */
+                                           the coefficients; MATCH: eps is the least mean; SPARE: scale is the
+                                           cosine above which a node skips what follows */
   int32_t norm_once;                    /* PREPARE: the norms round once; ROUTE: the router computes in fp32 */
   int32_t form;                         /* LINEAR, GATED: of the weights; ROUTE: of the bias */
   int32_t shift;                        /* GROUPED: a group is 2^shift columns; EMBED: of the positions;
@@ -515,6 +516,7 @@ typedef struct {
   int32_t norm_last;                    /* PREPARE: the norms follow the rotation; GATED_NORM: the gate */
   int32_t bias_last;                    /* COLUMNS: the bias is added to the rounded product */
   int32_t half;                         /* LINEAR, GATED: scales and offsets are fp16 */
+  int32_t spared;                       /* 1 = left out once all nodes skip feed-forwards */
 } Op;
 
 /* The routing of nodes to experts. Rows are permuted so that those of one expert are contiguous. */
@@ -558,6 +560,8 @@ typedef struct {
   const int64_t *room;                  /* (buffers,): floats in each */
   float **buffer;
   const int64_t *stride;                /* floats from row to row; multiples of 16 */
+  int64_t *sparing;                     /* (nodes + 1,), or NULL: 1 where a node skips feed-forwards, -1 where it never does;
+                                           at the end how many skip them */
   Plan *plan;                           /* the pass's own */
   int64_t reach;                        /* the places that any node sees are before it; set by run() */
 } Pass;
@@ -1193,6 +1197,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
 #include "scans.inc"
 
 #include "streams.inc"
+#include "sparing.inc"
 
 /* ---------------------------------------------------------------- mixtures of experts */
 
@@ -1419,6 +1424,7 @@ static void pick(const Op *op, const Pass *pass, int64_t node) {
 
 static int64_t tasks_of(const Op *op, const Pass *pass) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes;
+  if (op->spared && all_spared(pass)) return 0;
   switch (op->kind) {
     case LINEAR:
     case GATED: {
@@ -1500,6 +1506,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case MIX: mix(op, pass, task); return;
     case MATCH: match(op, ROW(op->src, task), ROW(op->other, task), ROW(op->dst, task)); return;
     case EXCEED: exceed(op, ROW(op->src, task), ROW(op->dst, task)); return;
+    case SPARE: spare(op, pass, task); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1678,6 +1685,7 @@ static int states_fit(const Op *op, const Pass *pass) {
 /* Whether an operation stays within the buffers, for as many nodes as the pass has. */
 static int op_fits(const Op *op, const Pass *pass, int64_t share) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes, top = op->top;
+  if ((op->spared || op->kind == SPARE) && (!pass->sparing || op->tail)) return 0;
   if (!within(top, 0, op->experts ? op->experts : 1) || !within(op->experts, 0, MOST)) return 0;
   const int64_t dealt = op->experts ? nodes * top : nodes;
   switch (op->kind) {
@@ -1766,6 +1774,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              op->head % L == 0 && fits(pass, op->src, op->heads * op->head, nodes) &&
              fits(pass, op->dst, op->kv_heads * op->head, nodes) &&
              (op->bias ? within(op->other, 0, pass->buffers - 1) : fits(pass, op->other, op->heads * op->kv_heads, nodes));
+    case SPARE:
     case EXCEED: return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
     case MATCH:
     case ADD:
@@ -1900,7 +1909,7 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
 int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int threads) {
   if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
   if (!x || !y || !within(nodes, 1, MOST)) return BAD_NODES;
-  if (op->kind != LINEAR || op->experts || op->src != 0 || op->dst != 1 || op->tail || !weights_fit(op) || op->in % 16) return BAD_OP;
+  if (op->kind != LINEAR || op->experts || op->src != 0 || op->dst != 1 || op->tail || op->spared || !weights_fit(op) || op->in % 16) return BAD_OP;
   float *buffer[2] = {(float *)x, y};
   const int64_t stride[2] = {op->in, op->out};
   const Pass pass = {.nodes = nodes, .buffer = buffer, .stride = stride};
