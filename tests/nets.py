@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import pytest
@@ -13,13 +13,15 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
-from models import V, ragged, sibling
+from models import V, ragged, sibling, tiny
+from remote_code import relu_routed
 from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
 from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.runtime import native
+from truedraft.runtime.experts import shares
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
@@ -42,6 +44,7 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
     "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
 }
+SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed}  # models that have what these need
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
 T = TypeVar("T")
@@ -171,6 +174,8 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
+        if "experts" in needs_of(base) and not shares(model, None):
+            pytest.skip(f"{base}: {type(model).__name__} has no experts")
         found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else FEW.get(base, {})
         return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
@@ -191,6 +196,18 @@ def drafter(
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other})
+
+
+def needs_of(name: str) -> tuple[str, ...]:
+    """What a registered drafter needs; nothing for others."""
+    base, _ = PRESETS.get(name, (name, {}))
+    kind = "views" if base in VIEWS else "drafters"
+    return registry.method(kind, base).card.needs if base in registry.names(kind) else ()
+
+
+def model_for(name: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    """A tiny Llama, or a model that has what a drafter needs; arguments as of `tiny` behind the architecture."""
+    return SUITED.get(name, partial(tiny, "llama"))(*args, **kwargs)
 
 
 def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:

@@ -18,6 +18,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
+from truedraft.runtime.experts import check_ops, fewer_in
 from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
@@ -36,13 +37,6 @@ from truedraft.views._base import WHOLE, Reduction, Rounded, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
-FAILURES = {
-    Failure.TOKEN: "a token outside the vocabulary",
-    Failure.PLACE: "a position outside the cache",
-    Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
-    Failure.OP: "an operation outside its buffers",
-    Failure.THREADS: "more threads than supported",
-}
 
 
 class CompiledPass(Runner):
@@ -176,6 +170,8 @@ class CompiledPass(Runner):
         if reduction.skips:
             check_own_keys(self.model)
         self._without(reduction)
+        if reduction.experts is not None:
+            check_ops(type(self.model).__name__, self.program.ops, reduction.experts)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
@@ -309,7 +305,7 @@ class CompiledPass(Runner):
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
-            raise IndexError(FAILURES[Failure(failure)])
+            raise IndexError(Failure(failure).why)
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""
@@ -377,6 +373,7 @@ class CompiledPass(Runner):
                     ops[-1] = Op.from_buffer_copy(ops[-1])
                     ops[-1].wait = 1
                 elif i not in skipped:
+                    op = op if reduction.experts is None else fewer_in(op, reduction.experts)
                     ops.append(op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part))
                 ops += [_copy(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
             for k, number in enumerate(numbers):

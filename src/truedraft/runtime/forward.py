@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.alibi import biased
 from truedraft.runtime.embedding import embedded
+from truedraft.runtime.experts import FewerExperts
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.local import local
 from truedraft.runtime.modules import inner_size
@@ -67,6 +68,7 @@ class ForwardPass(Runner):
         self._by_position = [*self._by_place, *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
+        self._experts: FewerExperts | None = None
         self._taps: LayerTaps | None = None
         self._queries_seen = False
 
@@ -222,18 +224,26 @@ class ForwardPass(Runner):
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)
+        if reduction.experts is not None:
+            if self._experts is None:
+                self._experts = FewerExperts(self.model)
+            self._experts.check(reduction.experts)
         if entries is not None and entries.chunk and not self._queries_seen:
             check_seen(self.model, len(self.layer_types) - self.layer_types.count("dummy"))
             self._queries_seen = True
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
         return fitted(self.model, reduction, bool(by_place), self.window)
 
-    def _under(self, view: View | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def _under(self, view: View | None) -> Iterator[None]:
         """A context in which `forward` runs under a view; None for the whole model."""
-        if view is None:
-            return nullcontext()
-        reduction = self.reduced(view)
-        return nullcontext() if self._skippable is None else self._skippable.without(reduction)
+        with ExitStack() as lighter:
+            reduction = None if view is None else self.reduced(view)
+            if reduction is not None and self._skippable is not None:
+                lighter.enter_context(self._skippable.without(reduction))
+            if reduction is not None and reduction.experts is not None and self._experts is not None:
+                lighter.enter_context(self._experts.given(reduction.experts))
+            yield
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
         """The output of the model's own forward, over the cache at its cursor."""
