@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
 from models import V, ragged, sibling, tiny
-from remote_code import relu_routed
+from remote_code import relu_routed, supernet
 from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
@@ -22,6 +22,7 @@ from truedraft.drafters.heads._unroll import layer_like
 from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.runtime import native
 from truedraft.runtime.experts import shares
+from truedraft.runtime.placements import choices
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
@@ -44,7 +45,8 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
     "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
 }
-SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed}  # models that have what these need
+# models that have what these drafters need
+SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed, "super-apriel": supernet}
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
 T = TypeVar("T")
@@ -185,6 +187,8 @@ def drafter(
     if "draft model" in needs:
         small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
         other = {"model": [small] * count if count > 1 else small, **other}
+    if "mixers" in needs and not choices(model):
+        pytest.skip(f"{base}: the layers of {type(model).__name__} have one mixer each")
     if "training" in needs:
         learner = method.learner()
         with torch.random.fork_rng():

@@ -39,6 +39,7 @@ def chain_rule(
 
 SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
     "draft-model": {"length": 2},
+    "super-apriel": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},
     "spectr": {"paths": 2, "length": 1},

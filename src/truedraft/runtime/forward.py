@@ -27,6 +27,7 @@ from truedraft.runtime.modules import inner_size
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.parts import PartAttention
+from truedraft.runtime.placements import windowed
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.selecting import SeenQueries, check_seen, fitted
@@ -64,7 +65,7 @@ class ForwardPass(Runner):
         self._cut_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         self._positions = self._substituted()
         self._shares = "dummy" in layer_types
-        self._by_place = [*biased(model), *local(model)]
+        self._by_place = [*biased(model), *local(model), *windowed(model)]
         self._by_position = [*self._by_place, *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
