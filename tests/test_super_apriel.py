@@ -12,9 +12,9 @@ import truedraft
 from models import ragged, tiny
 from nets import RULES, SEED
 from remote_code import place, supernet
-from test_runtime import random_tree, words
+from test_runtime import words
 from test_views import begun, error
-from truedraft import Refused, registry
+from truedraft import DraftTree, Refused, registry
 from truedraft.runtime.placements import choices, placed
 from truedraft.targets.hosting import hosted
 
@@ -40,6 +40,11 @@ def test_a_lighter_placement_shares_all_weights() -> None:
         model.lm_head.weight.div_(2)
 
 
+def two_chains(rng: random.Random, root: int, nodes: int) -> DraftTree:
+    """Two chains in turn, longer than a window, so that the places of nodes are not their positions."""
+    return DraftTree((root, *words(rng, nodes - 1)), (-1, *(max(i - 2, 0) for i in range(1, nodes))))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("names", [("window", "window"), ("attention", "window")])
 def test_nodes_of_placements_with_windows(names: tuple[str, str]) -> None:
@@ -47,7 +52,7 @@ def test_nodes_of_placements_with_windows(names: tuple[str, str]) -> None:
     prompts = [words(rng, n) for n in (13, 1, 6)]
     target = begun(hosted(model), prompts)
     for _ in range(2):
-        trees = [random_tree(rng, prompt[-1], n) for prompt, n in zip(prompts, (5, 9, 7), strict=True)]
+        trees = [two_chains(rng, prompt[-1], n) for prompt, n in zip(prompts, (5, 19, 13), strict=True)]
         scores = target.score(trees)
         for row, tree in enumerate(trees):
             for node in range(len(tree)):
