@@ -65,7 +65,8 @@ class ForwardPass(Runner):
         self._cut_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         self._positions = self._substituted()
         self._shares = "dummy" in layer_types
-        self._by_place = [*biased(model), *local(model), *windowed(model)]
+        self._windowed = windowed(model)
+        self._by_place = [*biased(model), *local(model), *self._windowed]
         self._by_position = [*self._by_place, *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
@@ -190,7 +191,7 @@ class ForwardPass(Runner):
         """Whether the pass is a single node that attends to its whole row."""
         cursor = self.cache.cursor
         whole = self.window is None or cursor.extent <= self.window or bool(cursor.offsets)
-        return len(trees) == cursor.width == 1 and whole
+        return len(trees) == cursor.width == 1 and whole and not self._windowed
 
     def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
         """The output of the model's own forward for nodes that attend to the first `extent` positions of their rows.

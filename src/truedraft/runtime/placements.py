@@ -80,13 +80,29 @@ def _window(mixer: nn.Module) -> int:
 
 
 def _by_position(mixer: Any, window: int, nodes: Padded, extent: int) -> Override:
-    """The mixer's own forward, with a mask that has the window."""
-    far = ~nodes.near(extent, window)[:, None]
+    """The mixer's own forward, with a mask that has the window; on a CPU, over the entries that any node sees."""
+    first = max(int(nodes.positions.min()) - window + 1, 0) if nodes.positions.device.type == "cpu" else 0
+    far = ~nodes.near(extent, window)[:, None, :, first:]
 
-    def forward(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(*args: Any, attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> Any:
         if attention_mask is not None:
             hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
-            attention_mask = attention_mask.masked_fill(far, hidden)
-        return type(mixer).forward(mixer, *args, attention_mask=attention_mask, **kwargs)
+            attention_mask = attention_mask[..., first:].masked_fill(far, hidden)
+            past_key_values = past_key_values and _Recent(past_key_values, first)
+        given = dict(attention_mask=attention_mask, past_key_values=past_key_values)
+        return type(mixer).forward(mixer, *args, **given, **kwargs)
 
     return mixer, "forward", forward
+
+
+class _Recent:
+    """A cache of which attention reads the entries from an index on."""
+
+    def __init__(self, cache: Any, first: int):
+        self._cache, self._first = cache, first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(entries[:, :, self._first :] for entries in self._cache.update(*args, **kwargs))
