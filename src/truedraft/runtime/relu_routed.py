@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from truedraft.errors import Refused
 from truedraft.views._base import Experts
@@ -47,11 +48,11 @@ class ReluRouted:
         def forward(states: Tensor) -> Tensor:
             x = states.reshape(-1, states.shape[-1])
             weights = chosen(self._weights(x), experts)
-            union = weights.any(0).nonzero()[:, 0]
-            ups, downs = self._matrices(union)
-            inner = self.module.act_fn(x @ ups.flatten(0, 1).T).unflatten(1, (len(union), -1))
-            scaled = (inner * weights[:, union, None]).flatten(1)
-            return (scaled @ downs.transpose(1, 2).flatten(0, 1)).view_as(states)
+            ups, downs, out = *self._matrices(), torch.zeros_like(x)
+            for expert in weights.any(0).nonzero()[:, 0].tolist():
+                inner = self.module.act_fn(linear(x, ups[expert])) * weights[:, expert, None]
+                out += linear(inner, downs[expert])
+            return out.view_as(states)
 
         return forward
 
@@ -60,12 +61,12 @@ class ReluRouted:
         norm, scores = getattr(self.module, "router_norm", None), self.module.router_act_fn(self.module.router_proj(x))
         return scores if norm is None else norm(scores)
 
-    def _matrices(self, union: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of some experts: (n, I, H) and (n, H, I)."""
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """Those of all experts: (E, I, H) and (E, H, I)."""
         up, down, count = self.module.up_proj, self.module.down_proj, len(self)
         if up.ndim == 2:
             up, down = up.unflatten(0, (count, -1)), down.unflatten(1, (count, -1)).transpose(0, 1)
-        return up[union], down[union]
+        return up, down
 
     @torch.no_grad()
     def _check(self) -> None:

@@ -24,7 +24,7 @@ class FewerExperts(View):
         family="self-drafting",
         needs=("experts",),
         presets={"blockffn": {"experts": 8, "least": 0.1}},
-        published="BlockFFN: models of its own, up to 3.67x over dense ones, with EAGLE-2 drafts; Mixtral: see MoESD.",
+        published="BlockFFN: its own models, drafted for by EAGLE-2, up to 3.67x over dense ones; not fewer experts.",
     )
     experts: int = knob(1, 1, 65536)  # per token and mixture at most; of a router with top_k, fewer than these
     least: float = knob(0.0, 0, 1)  # router weight over the strongest one's; for routers that end in a ReLU
