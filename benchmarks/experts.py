@@ -7,8 +7,8 @@ of a layer that a pass reads, in the mean, and its seconds over those of width 1
 views: passes of width 1 under views, over one of the whole model, and the share of bytes of weights that they read.
 oracle: the same model, wired so that every draft is right: speed over no drafts.
 relu: a model of 0.1 B by its own forward, whose routers end in a ReLU: passes of width 1 with fewer of 56 experts.
-supernet: a model of 0.15 B with a window of 4,096 as another mixer of each layer, behind 16,384 positions: a pass of the
-lighter placement over one of full attention, and the bytes of weights of both.
+supernet: a model of 0.15 B with a window of 4,096 as another mixer of each layer, behind 16,384 positions: a pass of
+the lighter placement over one of full attention, and the bytes of weights of both.
 """
 
 from __future__ import annotations
