@@ -26,6 +26,7 @@ from truedraft.runtime.placements import choices
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
+from truedraft.views._base import Experts
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
@@ -176,7 +177,7 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        if "experts" in needs_of(base) and not shares(model, None):
+        if "experts" in needs_of(base) and not shares(model, Experts(1)):
             pytest.skip(f"{base}: {type(model).__name__} has no experts")
         found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else FEW.get(base, {})
         return registry.load("drafters", base, **{**knobs, **found, **other})
