@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import truedraft
-from models import V, ragged, tiny
-from nets import PROCESSORS, SEED, drafter, eos_inside, made, text_net, two_in_three
+from models import V, ragged
+from nets import PROCESSORS, SEED, drafter, eos_inside, made, model_for, text_net, two_in_three
 from truedraft import registry
 
 EXACT, LAW = "exact", "law"
@@ -28,7 +28,6 @@ LETTERS = [*string.ascii_letters, *string.digits][:V]
 _tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
 _tokenizer.decoder = decoders.Fuse()
 SPELT = PreTrainedTokenizerFast(tokenizer_object=_tokenizer, pad_token=LETTERS[0])
-MODEL = tiny("llama", torch.float32)  # passes by compiled code, as users have them
 SAMPLED = {"do_sample": True, "top_k": 0}
 
 
@@ -45,50 +44,54 @@ class RecordingStreamer(BaseStreamer):
         """Nothing to flush."""
 
 
-def _inside(rule: dict[str, Any]) -> int:
+def _inside(model: PreTrainedModel, rule: dict[str, Any]) -> int:
     """A token in the middle of the text."""
-    return eos_inside(MODEL, ragged(MODEL, 3), **rule)
+    return eos_inside(model, ragged(model, 3), **rule)
 
 
-# feature -> settings of generate, from those of the way of choosing tokens
-SETTINGS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "one row": lambda way: {"rows": 1},
-    "ragged batch": lambda way: {"rows": 4},
-    "temperature, top-k, top-p, min-p": lambda way: {
+# feature -> settings of generate, from those of the way of choosing tokens, and the model
+SETTINGS: dict[str, Callable[[dict[str, Any], PreTrainedModel], dict[str, Any]]] = {
+    "one row": lambda way, model: {"rows": 1},
+    "ragged batch": lambda way, model: {"rows": 4},
+    "temperature, top-k, top-p, min-p": lambda way, model: {
         "temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01, "do_sample": True,
     },
-    "repetition penalty": lambda way: {"repetition_penalty": 1.4},
-    "no repeated n-grams": lambda way: {"no_repeat_ngram_size": 3},
-    "banned words": lambda way: {"bad_words_ids": [[7], [8, 9]]},
-    "fewest new tokens": lambda way: {"min_new_tokens": 20, "eos_token_id": _inside(way), "pad_token_id": 0},
-    "constrained decoding": lambda way: {"prefix_allowed_tokens_fn": two_in_three},
-    "a processor of one's own": lambda way: {"logits_processor": PROCESSORS["stranger"]["logits_processor"]},
-    "a stopping criterion of one's own": lambda way: {"stopping_criteria": PROCESSORS["stranger"]["stopping_criteria"]},
-    "stop strings": lambda way: {
-        "stop_strings": [LETTERS[_inside(way)]], "eos_token_id": 1, "pad_token_id": 0, "tokenizer": SPELT,
+    "repetition penalty": lambda way, model: {"repetition_penalty": 1.4},
+    "no repeated n-grams": lambda way, model: {"no_repeat_ngram_size": 3},
+    "banned words": lambda way, model: {"bad_words_ids": [[7], [8, 9]]},
+    "fewest new tokens": lambda way, model: {
+        "min_new_tokens": 20, "eos_token_id": _inside(model, way), "pad_token_id": 0,
     },
-    "end of text inside a run": lambda way: {"eos_token_id": [_inside(way), 1], "pad_token_id": 0},
-    "longest length inside a run": lambda way: {"max_new_tokens": 3},
-    "n texts of a prompt": lambda way: {"rows": 1, "num_return_sequences": 3, "do_sample": True},
+    "constrained decoding": lambda way, model: {"prefix_allowed_tokens_fn": two_in_three},
+    "a processor of one's own": lambda way, model: {"logits_processor": PROCESSORS["stranger"]["logits_processor"]},
+    "a stopping criterion of one's own": lambda way, model: {
+        "stopping_criteria": PROCESSORS["stranger"]["stopping_criteria"],
+    },
+    "stop strings": lambda way, model: {
+        "stop_strings": [LETTERS[_inside(model, way)]], "eos_token_id": 1, "pad_token_id": 0, "tokenizer": SPELT,
+    },
+    "end of text inside a run": lambda way, model: {"eos_token_id": [_inside(model, way), 1], "pad_token_id": 0},
+    "longest length inside a run": lambda way, model: {"max_new_tokens": 3},
+    "n texts of a prompt": lambda way, model: {"rows": 1, "num_return_sequences": 3, "do_sample": True},
 }  # fmt: skip
 
 
 def _scores(check: Check) -> str:
     """Scores and logits as `model.generate` returns them, on the generated text."""
-    inputs = ragged(MODEL, 3)
+    inputs = ragged(check.model, 3)
     out = check.run(inputs, max_new_tokens=20, output_scores=True, output_logits=True, return_dict_in_generate=True)
     start = inputs["input_ids"].shape[1]
     for row, mask in enumerate(inputs["attention_mask"]):
         ids = out.sequences[row][mask.sum().sub(start).abs() :]
         with torch.no_grad():
-            plain = MODEL(ids[None], use_cache=False).logits[0, -len(out.logits) - 1 : -1].float()
+            plain = check.model(ids[None], use_cache=False).logits[0, -len(out.logits) - 1 : -1].float()
         mine = torch.stack([step[row] for step in out.logits])
         assert torch.allclose(mine, plain, atol=1e-4)
     return check.kind
 
 
 def _streamed(check: Check) -> str:
-    streamer, inputs = RecordingStreamer(), ragged(MODEL, 1)
+    streamer, inputs = RecordingStreamer(), ragged(check.model, 1)
     out = check.run(inputs, max_new_tokens=20, streamer=streamer)
     assert [t for step in streamer.steps for t in step] == out[0].tolist()
     return check.kind
@@ -96,7 +99,7 @@ def _streamed(check: Check) -> str:
 
 def _own_seed(check: Check) -> str:
     """A row's text does not depend on its neighbours where rows are seeded by position."""
-    inputs = ragged(MODEL, 3)
+    inputs = ragged(check.model, 3)
     together = check.run(inputs, max_new_tokens=15, seed=[5, 6, 7], sample=True)
     start = inputs["input_ids"].shape[1]
     for row, seed in enumerate((5, 6, 7)):
@@ -110,18 +113,18 @@ def _own_seed(check: Check) -> str:
 
 def _embedded(check: Check) -> str:
     """A prompt of embeddings."""
-    embeds = MODEL.get_input_embeddings()(ragged(MODEL, 1)["input_ids"])
+    embeds = check.model.get_input_embeddings()(ragged(check.model, 1)["input_ids"])
     assert check.run({"inputs_embeds": embeds}, max_new_tokens=12).shape == (1, 12)
     return check.kind
 
 
 def _refused_prefix(check: Check) -> str:
-    check.run(ragged(MODEL, 1), max_new_tokens=5, past_key_values=object())
+    check.run(ragged(check.model, 1), max_new_tokens=5, past_key_values=object())
     return check.kind
 
 
 def _refused_beams(check: Check) -> str:
-    check.run(ragged(MODEL, 1), max_new_tokens=5, num_beams=2)
+    check.run(ragged(check.model, 1), max_new_tokens=5, num_beams=2)
     return check.kind
 
 
@@ -150,7 +153,9 @@ class Check:
         self.rule = None if self.drafts else registry.load("accept", name)
         guarantee = "tokens" if self.rule is None else self.rule.guarantee
         self.kind = EXACT if guarantee == "tokens" else LAW
-        self.fast = truedraft.accelerate(MODEL, draft=drafter(self.name, MODEL), rule=self.rule, control="fixed")
+        self.model = model_for(self.name, torch.float32)  # passes by compiled code, as users have them
+        draft = drafter(self.name, self.model)
+        self.fast = truedraft.accelerate(self.model, draft=draft, rule=self.rule, control="fixed")
         self.ways = [{"do_sample": False}, SAMPLED]
         if self.rule is not None:
             self.ways = [SAMPLED if self.rule.samples else {"do_sample": False}]
@@ -171,7 +176,7 @@ class Check:
             for settings in cases:
                 rows = settings.pop("rows", 3)
                 if self.kind == EXACT:
-                    text_net(MODEL, self.name, ragged(MODEL, rows), **settings)
+                    text_net(self.model, self.name, ragged(self.model, rows), **settings)
                 else:
                     self._allowed(rows, settings)
             return self.kind
@@ -180,7 +185,7 @@ class Check:
 
     def _cases(self, feature: str) -> list[dict[str, Any]]:
         """Settings to try a feature with, greedy and sampled where it supports both, or one of them in turn."""
-        found = [(way, {"max_new_tokens": 30, **way, **SETTINGS[feature](way)}) for way in self.ways]
+        found = [(way, {"max_new_tokens": 30, **way, **SETTINGS[feature](way, self.model)}) for way in self.ways]
         cases = [settings for way, settings in found if settings["do_sample"] == way["do_sample"]]
         if self.turn is not None and cases:
             cases = [cases[(self.turn + FEATURES.index(feature)) % len(cases)]]
@@ -192,12 +197,12 @@ class Check:
         Plain `model.generate` is forced to emit it, which fails where a token is impossible or the text would have
         ended elsewhere.
         """
-        inputs = ragged(MODEL, rows)
+        inputs = ragged(self.model, rows)
         torch.manual_seed(SEED)
         text = self.fast.generate(**inputs, **made(settings))
         given, force = made(settings), Forced(text, inputs["input_ids"].shape[1])
         given["logits_processor"] = LogitsProcessorList([*given.get("logits_processor", []), force])
-        assert torch.equal(MODEL.generate(**inputs, **given), text) and not force.impossible
+        assert torch.equal(self.model.generate(**inputs, **given), text) and not force.impossible
 
 
 class Forced:

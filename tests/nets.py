@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import pytest
@@ -13,16 +13,20 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
-from models import V, ragged, sibling
+from models import V, ragged, sibling, tiny
+from remote_code import relu_routed, supernet
 from truedraft import Drafter, DraftTree, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
 from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.runtime import native
+from truedraft.runtime.experts import shares
+from truedraft.runtime.placements import choices
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
+from truedraft.views._base import Experts
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
@@ -43,6 +47,8 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
     "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
 }
+# models that have what these drafters need
+SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed, "super-apriel": supernet}
 RULES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"do_sample": True, "top_k": 0}}
 SEED = 5
 T = TypeVar("T")
@@ -172,6 +178,8 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
+        if "experts" in needs_of(base) and not shares(model, Experts(1)):
+            pytest.skip(f"{base}: {type(model).__name__} has no experts")
         calibrated = "calibration" in registry.method("views", base).card.needs
         found = FEW.get(base, {"layers": "1a"} if calibrated else {})
         return registry.load("drafters", base, **{**knobs, **found, **other})
@@ -182,6 +190,8 @@ def drafter(
     if "draft model" in needs:
         small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
         other = {"model": [small] * count if count > 1 else small, **other}
+    if "mixers" in needs and not choices(model):
+        pytest.skip(f"{base}: the layers of {type(model).__name__} have one mixer each")
     if "training" in needs:
         learner = method.learner()
         with torch.random.fork_rng():
@@ -193,6 +203,18 @@ def drafter(
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other})
+
+
+def needs_of(name: str) -> tuple[str, ...]:
+    """What a registered drafter needs; nothing for others."""
+    base, _ = PRESETS.get(name, (name, {}))
+    kind = "views" if base in VIEWS else "drafters"
+    return registry.method(kind, base).card.needs if base in registry.names(kind) else ()
+
+
+def model_for(name: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    """A tiny Llama, or a model that has what a drafter needs; arguments as of `tiny` behind the architecture."""
+    return SUITED.get(name, partial(tiny, "llama"))(*args, **kwargs)
 
 
 def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:

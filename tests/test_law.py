@@ -12,8 +12,7 @@ from scipy.stats import chisquare
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import truedraft
-from models import tiny
-from nets import NAMES, PRESETS, TRIALS, drafter, turn
+from nets import NAMES, PRESETS, TRIALS, drafter, model_for, turn
 from truedraft import Drafter, registry
 from truedraft.chance import PositionNoise, StreamNoise, outcomes
 from truedraft.tree import Row
@@ -40,6 +39,7 @@ def chain_rule(
 
 SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
     "draft-model": {"length": 2},
+    "super-apriel": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},
     "spectr": {"paths": 2, "length": 1},
@@ -62,7 +62,7 @@ PAIRS += [pytest.param(name, rule) for name in NAMES if name not in SMALL for ru
 
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_the_law_of_the_output_is_the_targets(name: str, rule: str) -> None:
-    model = tiny(dtype=torch.float32, vocabulary=SIZE, sharpen=1.5)
+    model = model_for(name, torch.float32, vocabulary=SIZE, sharpen=1.5)
     prompt = [3, 1, 4, 3, 1]
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(MOST)])
     expected = chain_rule(model, prompt, processors)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from models import ARCHITECTURES, NO_FP64, SHARING, STREAMS, ragged, tiny
-from nets import COMPILED, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, text_net, turn
+from nets import COMPILED, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, model_for, text_net, turn
 from truedraft.errors import Refused
 
 ROWS = (1, 5)
@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, str, int, str]]:
 
 def hosted(name: str) -> PreTrainedModel:
     """Trials run on the model's own forward, in fp64; registered drafters on the passes that `accelerate` makes."""
-    return tiny("llama", torch.float32 if name in REGISTERED else torch.float64)
+    return model_for(name, torch.float32 if name in REGISTERED else torch.float64)
 
 
 @pytest.mark.parametrize(("name", "rule", "rows", "processors"), cases())

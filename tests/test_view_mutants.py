@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,23 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+import test_fewer_experts as fewer
 import test_ffn_skipllm as sparing
 import test_lossy_views as lossy
-from faults import replaced
+import test_super_apriel as supernets
+from faults import replaced, unchecked
 from models import tiny
 from test_view_rounded_entries import check_against_rounded
 from test_views import COMPILED, deep, target_of
 from truedraft import DraftTree
 from truedraft.caches.rows import CacheCursor
 from truedraft.caches.subset import SubsetCache
+from truedraft.runtime import compiled, relu_routed
 from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.experts import FewerExperts
 from truedraft.runtime.native import Op
+from truedraft.runtime.padded import Padded
 from truedraft.runtime.rounded_entries import RoundedEntries
 from truedraft.runtime.sparing import SparingForward
 from truedraft.runtime.variants import Variants
 from truedraft.targets.drafting import ViewPasses
 from truedraft.tree import Scores
-from truedraft.views._base import Reduction
+from truedraft.views._base import Experts, Reduction
 
 pytestmark = COMPILED
 
@@ -100,6 +106,22 @@ def _others(self: CacheCursor, trees: Any, first: int) -> list[list[bool]]:
     return [[depth < 2 for depth in tree.shape.depth] for tree in trees]
 
 
+def one_expert() -> None:
+    fewer.test_the_logits_are_those_of_a_model_with_one_expert_per_token("qwen3_moe", "auto")
+
+
+def one_expert_by_its_own_forward() -> None:
+    fewer.test_the_logits_are_those_of_a_model_with_one_expert_per_token("qwen3_moe", "stock")
+
+
+def strongest_experts() -> None:
+    fewer.test_the_logits_are_those_of_the_strongest_experts(3, 0.0, False)
+
+
+def windows_of_placements() -> None:
+    supernets.test_nodes_of_placements_with_windows(("attention", "window"))
+
+
 def by_the_whole_model(self: Any, view: Any, trees: list[DraftTree]) -> Scores:
     return self.runner.score(trees, self.taps)
 
@@ -108,12 +130,27 @@ def one_chunk_late(self: RoundedEntries, length: int) -> int:
     return max(length - self.recent - 128, 0) // 128 * 128
 
 
+def first_experts(weights: Tensor, experts: Experts) -> Tensor:
+    return weights * (torch.arange(weights.shape[-1]) < experts.most)
+
+
+def by_place(self: Padded, extent: int, window: int) -> Tensor:
+    return self.positions[:, :, None] - torch.arange(extent) < window
+
+
 MUTANTS = {
     "entries of a view not rounded": (replaced(RoundedEntries, "pointed", lambda self, op, layer: op), rounded),
     "entries rounded a chunk late": (replaced(RoundedEntries, "_before", one_chunk_late), rounded),
     "entries of a cropped row kept": (replaced(RoundedEntries, "shorten", lambda *_: None), rounded),
     "rounded entries not moved with their row": (replaced(RoundedEntries, "release", lambda *_: None), rounded),
     "rounded entries not followed": (replaced(CompiledPass, "round_entries", lambda *_: None), rounded),
+    "all experts of compiled passes": (replaced(compiled, "fewer_in", lambda op, experts: op), one_expert),
+    "all experts of the own forward": (
+        replaced(FewerExperts, "given", lambda self, experts: nullcontext()),
+        one_expert_by_its_own_forward,
+    ),
+    "any experts, not the strongest": (replaced(relu_routed, "chosen", first_experts), strongest_experts),
+    "windows of mixers by place": (unchecked(replaced(Padded, "near", by_place)), windows_of_placements),
     "lossy passes by the whole model": (replaced(ViewPasses, "_score_lossy", by_the_whole_model), without_layers),
     "depth of a lossy view does not fall": (replaced(CacheCursor, "generated", lambda self: [0]), falling_depth),
     "what passes over a window wrote is lost": (replaced(SubsetCache, "return_nodes", lambda *_: None), window),

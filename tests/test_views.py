@@ -105,11 +105,14 @@ def cache_for(model: Any) -> DynamicCache:
     return DynamicCache(config=config) if indexed else DynamicCache()
 
 
-class CutModel:
-    """A cut model after a prompt whose keys and values are the whole model's."""
+class LighterModel:
+    """A lighter model after a prompt whose keys and values are the whole model's.
 
-    def __init__(self, model: Any, skipped: Sequence[int], prompt: Sequence[int]):
-        self.model = cut(model, skipped)
+    skipped: the layers of the whole model that it lacks.
+    """
+
+    def __init__(self, lighter: Any, model: Any, skipped: Sequence[int], prompt: Sequence[int]):
+        self.model = lighter
         self.committed = cache_for(self.model)
         if len(prompt) > 1:
             whole = cache_for(model)
@@ -126,6 +129,13 @@ class CutModel:
         return self.model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True).logits[0]
 
 
+class CutModel(LighterModel):
+    """A model without some of its layers."""
+
+    def __init__(self, model: Any, skipped: Sequence[int], prompt: Sequence[int]):
+        super().__init__(cut(model, skipped), model, skipped, prompt)
+
+
 def error(mine: Tensor, plain: Tensor) -> float:
     return float((mine.double() - plain.double()).abs().max() / plain.double().std())
 
@@ -138,11 +148,19 @@ def begun(target: DecoderTarget, prompts: Sequence[Sequence[int]], capacity: int
 
 @torch.no_grad()
 def check_against_cut(target: DecoderTarget, skipped: Sequence[int], tolerance: float) -> None:
+    """See `check_against_lighter`."""
+    check_against_lighter(target, skipping(skipped), cut(target.model, skipped), tolerance, skipped)
+
+
+@torch.no_grad()
+def check_against_lighter(
+    target: DecoderTarget, view: View, lighter: Any, tolerance: float, skipped: Sequence[int] = ()
+) -> None:
     """Two trees in consecutive passes, a path of the first kept, and a chain continued into a third pass."""
-    rng, view = random.Random(4), skipping(skipped)
+    rng = random.Random(4)
     prompts = [words(rng, n) for n in LENGTHS]
     begun(target, prompts)
-    models = [CutModel(target.model, skipped, prompt) for prompt in prompts]
+    models = [LighterModel(lighter, target.model, skipped, prompt) for prompt in prompts]
     behind = [list[int]() for _ in prompts]
     for sizes in ((5, 9, 1), (4, 2, 7), (1, 1, 1)):
         trees = [

@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "ties": lambda document: figures.ties(),
     "heads": lambda document: figures.heads(),
     "views": lambda document, part: figures.views(part),
+    "experts": lambda document, part: figures.experts(part),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),

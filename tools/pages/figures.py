@@ -155,6 +155,22 @@ def views(part: str) -> list[str]:
     return _table(["target", "dtype", "text", *map(_drafter, sides)], rows)
 
 
+def experts(part: str) -> list[str]:
+    """What passes over mixtures of experts and supernets read and cost, and the speed of drafting with less of them."""
+    found = _results("experts", part)
+    if part == "oracle":
+        rows = [[f"`{one['draft']}`", _rounded(one["over_no_drafts"])] for one in found if one["draft"]]
+        return _table(["draft", "over no drafts"], rows)
+    if part == "views":
+        rows = [[f"`{one['view']}`", f"{one['share']:.3f}", f"{one['ratio']:.3f}"] for one in found]
+        return _table(["view", "share of bytes", "of a pass"], rows)
+    rows = [
+        [str(one["width"]), f"{one['union']:.1f}", f"{one['union_of_text']:.1f}", _rounded(one["ratio"])]
+        for one in found
+    ]
+    return _table(["nodes", "experts, of measured curves", "experts, of a text", "of a pass of one node"], rows)
+
+
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
     found = {one["drafter"]: one for one in _results("replay")}

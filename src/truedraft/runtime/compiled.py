@@ -19,6 +19,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
+from truedraft.runtime.experts import check_ops
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
 from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
 from truedraft.runtime.panels import rounded_copies
@@ -37,13 +38,6 @@ from truedraft.views._base import WHOLE, Reduction, Rounded, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
-FAILURES = {
-    Failure.TOKEN: "a token outside the vocabulary",
-    Failure.PLACE: "a position outside the cache",
-    Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
-    Failure.OP: "an operation outside its buffers",
-    Failure.THREADS: "more threads than supported",
-}
 
 
 class CompiledPass(Runner):
@@ -177,6 +171,8 @@ class CompiledPass(Runner):
         if reduction.skips:
             check_own_keys(self.model)
         self._lists.check(reduction)
+        if reduction.experts is not None:
+            check_ops(type(self.model).__name__, self.program.ops, reduction.experts)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
@@ -316,7 +312,7 @@ class CompiledPass(Runner):
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
-            raise IndexError(FAILURES[Failure(failure)])
+            raise IndexError(Failure(failure).why)
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,12 +20,14 @@ from truedraft.errors import Refused
 from truedraft.runtime._base import Runner
 from truedraft.runtime.alibi import biased
 from truedraft.runtime.embedding import embedded
+from truedraft.runtime.experts import FewerExperts
 from truedraft.runtime.linears import Linears
 from truedraft.runtime.local import local
 from truedraft.runtime.modules import inner_size
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.parts import PartAttention
+from truedraft.runtime.placements import windowed
 from truedraft.runtime.positions import Positions, has_table, table_size
 from truedraft.runtime.rotary import by_row, changes
 from truedraft.runtime.selecting import SeenQueries, check_seen, fitted
@@ -63,10 +65,12 @@ class ForwardPass(Runner):
         self._cut_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         self._positions = self._substituted()
         self._shares = "dummy" in layer_types
-        self._by_place = [*biased(model), *local(model)]
+        self._windowed = windowed(model)
+        self._by_place = [*biased(model), *local(model), *self._windowed]
         self._by_position = [*self._by_place, *tempered(model)]
         self._changing = [module for module in model.modules() if changes(module)]
         self._skippable: SkippableLayers | None = None
+        self._experts: FewerExperts | None = None
         self._taps: LayerTaps | None = None
         self._queries_seen = False
 
@@ -187,7 +191,7 @@ class ForwardPass(Runner):
         """Whether the pass is a single node that attends to its whole row."""
         cursor = self.cache.cursor
         whole = self.window is None or cursor.extent <= self.window or bool(cursor.offsets)
-        return len(trees) == cursor.width == 1 and whole
+        return len(trees) == cursor.width == 1 and whole and not self._windowed
 
     def forward_nodes(self, nodes: Padded, extent: int, taps: Taps, embeds: Tensor | None = None) -> Output:
         """The output of the model's own forward for nodes that attend to the first `extent` positions of their rows.
@@ -222,22 +226,35 @@ class ForwardPass(Runner):
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)
+        if reduction.experts is not None:
+            if self._experts is None:
+                self._experts = FewerExperts(self.model)
+            self._experts.check(reduction.experts)
         if entries is not None and entries.chunk and not self._queries_seen:
             check_seen(self.model, len(self.layer_types) - self.layer_types.count("dummy"))
             self._queries_seen = True
         by_place = self._by_place or {"chunked_attention", "indexed_attention"}.intersection(self.layer_types)
         return fitted(self.model, reduction, bool(by_place), self.window)
 
-    def _under(self, view: View | None, trees: Sequence[DraftTree]) -> AbstractContextManager[None]:
+    @contextmanager
+    def _under(self, view: View | None, trees: Sequence[DraftTree]) -> Iterator[None]:
         """A context in which `forward` scores trees under a view; None for the whole model."""
-        if view is None:
-            return nullcontext()
-        reduction, width = self.reduced(view), max(map(len, trees))
-        if self._skippable is None:
-            return nullcontext()
-        warm = self.cache.cursor.warm(trees, reduction.sparing.warm if reduction.sparing else 0)
+        with ExitStack() as lighter:
+            reduction = None if view is None else self.reduced(view)
+            if reduction is not None and self._skippable is not None:
+                lighter.enter_context(self._skippable.without(reduction, self._warm(reduction, trees)))
+            if reduction is not None and reduction.experts is not None and self._experts is not None:
+                lighter.enter_context(self._experts.given(reduction.experts))
+            yield
+
+    def _warm(self, reduction: Reduction, trees: Sequence[DraftTree]) -> Tensor | None:
+        """(rows, width) bool: the nodes that compute all feed-forwards; None where there are none."""
+        warm, width = (
+            self.cache.cursor.warm(trees, reduction.sparing.warm if reduction.sparing else 0),
+            max(map(len, trees)),
+        )
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in warm]
-        return self._skippable.without(reduction, torch.tensor(padded, device=self.device) if warm else None)
+        return torch.tensor(padded, device=self.device) if warm else None
 
     def forward(self, inputs: dict[str, Any], mask: Any, positions: Tensor, taps: Taps) -> Output:
         """The output of the model's own forward, over the cache at its cursor."""

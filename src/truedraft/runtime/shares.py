@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from truedraft.runtime.experts import shares
 from truedraft.runtime.skipping import ATTENTION, FEED_FORWARD, module_named
 from truedraft.runtime.tapping import blocks_of
 from truedraft.runtime.weights import stored
@@ -14,33 +16,33 @@ from truedraft.views._base import Reduction
 
 
 def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> float:
-    """The share of its weights that a model reads under a view, where each pass reads all weights but those of
-    embeddings; mixtures of experts count whole, and what nodes skip by themselves as far as it is expected.
+    """The share of its weights that a model reads under a view, where a pass over one token reads all weights but those
+    of embeddings, of experts those that the token is given, and what nodes skip by themselves as far as it is expected.
 
     layers: of the decoder.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embeddings.weight
     whole, lighter = (
-        _bytes(model.parameters(), bits) - (0 if tied else _bytes(embeddings.parameters(), bits))
-        for bits in (0, reduction.bits)
+        _Bytes(bits, shares(model, experts)) for bits, experts in ((0, None), (reduction.bits, reduction.experts))
     )
     blocks = blocks_of(model, layers) or []
-    left_out: float = sum(
-        _bytes(part.parameters(), reduction.bits)
+    left_out = sum(
+        lighter(part)
         for i, block in enumerate(blocks)
         for part in _left_out(block, i in reduction.attention, i in reduction.feed_forward)
     )
     if reduction.sparing:
         left_out += reduction.sparing.share * sum(
-            _bytes(part.parameters(), reduction.bits)
+            lighter(part)
             for i, block in enumerate(blocks)
             if i in reduction.spared
             for part in _left_out(block, False, True)
         )
     if reduction.output_head and head is not None:
-        left_out += _bytes(head.parameters(), reduction.bits)
-    return (lighter - left_out) / whole
+        left_out += lighter(head)
+    of_all, of_view = (of(model) - (0 if tied else of(embeddings)) for of in (whole, lighter))
+    return (of_view - left_out) / of_all
 
 
 def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.Module]:
@@ -51,7 +53,21 @@ def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.
     return [module for module in found if module is not None]
 
 
-def _bytes(parameters: Iterable[nn.Parameter], bits: int) -> int:
-    """Bytes of parameters; bits: those that numbers of matrices have at most, or 0 for as many as they have."""
-    with_scales = bits + (bits == 4)  # one of fp32 for 32 numbers
-    return sum(min(stored(p), p.numel() * with_scales // 8) if bits and p.ndim > 1 else stored(p) for p in parameters)
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of a module's weights that a pass reads.
+
+    bits: those that numbers of matrices have at most, or 0 for as many as they have.
+    shares: of weights that are not read whole, by id.
+    """
+
+    bits: int
+    shares: Mapping[int, float]
+
+    def __call__(self, module: nn.Module) -> float:
+        return sum(self._of(weight) * self.shares.get(id(weight), 1.0) for weight in module.parameters())
+
+    def _of(self, weight: nn.Parameter) -> int:
+        with_scales = self.bits + (self.bits == 4)  # one of fp32 for 32 numbers
+        whole = stored(weight)
+        return min(whole, weight.numel() * with_scales // 8) if self.bits and weight.ndim > 1 else whole

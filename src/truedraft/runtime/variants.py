@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
+from truedraft.runtime.experts import fewer_in
 from truedraft.runtime.halves import Halves
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.program import Program
@@ -54,6 +55,7 @@ class Variants:
             if i in first:
                 ops.append(_with(copying(p, "x", before), spared=1))
             if i not in skipped:
+                op = op if reduction.experts is None else fewer_in(op, reduction.experts)
                 op = op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part)
                 ops.append(_with(op, spared=1) if i in within else op)
             if i in last:

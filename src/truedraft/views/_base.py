@@ -73,12 +73,29 @@ class Sparing:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts that a token is given, in each mixture of them: those with the largest router weights.
+
+    most: how many at most, one or more.
+    least: the least weight, over that of the token's strongest expert, where a router gives as many as are active; 0
+        for any.
+    """
+
+    most: int
+    least: float = 0.0
+
+    def joined(self, other: Experts) -> Experts:
+        return Experts(min(self.most, other.most), max(self.least, other.least))
+
+
+@dataclass(frozen=True)
 class Reduction:
     """What passes under a view leave out of the target; what passes prepare for it is kept by its value.
 
     attention, feed_forward: decoder layers without this half: the hidden states pass it unchanged.
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
     entries: the entries of the KV cache that are read, or are read in fewer bits; None for all of them as they are.
+    experts: those of mixtures that run; None for all that a token is given.
     output_head: whether the output head is left out; of a pass there are hidden states then, and its logits are empty.
     sparing: what nodes skip by their own hidden states; None for nothing.
     """
@@ -87,6 +104,7 @@ class Reduction:
     feed_forward: frozenset[int] = NONE
     bits: int = 0
     entries: Selection | Rounded | None = None
+    experts: Experts | None = None
     output_head: bool = False
     sparing: Sparing | None = None
 
@@ -125,6 +143,7 @@ class Reduction:
             self.feed_forward | other.feed_forward,
             min(filter(None, (self.bits, other.bits)), default=0),
             self.entries or other.entries,
+            self.experts.joined(other.experts) if self.experts and other.experts else self.experts or other.experts,
             self.output_head or other.output_head,
             self.sparing or other.sparing,
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from truedraft.card import method_name
-from truedraft.drafters._base import Drafter
-from truedraft.drafters._growing import GrowingDrafter
+from truedraft.drafters._base import Continuing, Drafter
+from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters.models._reader import Reader, loaded
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
+from truedraft.tree import DraftTree, Draws, Row
 
 
 class ModelDrafter(GrowingDrafter):
@@ -41,6 +45,40 @@ class ModelDrafter(GrowingDrafter):
         if self.model is None:
             raise unnamed(self)
         self._reader.fit(target)
+
+
+class ChainDrafter(ModelDrafter, Continuing):
+    """Drafts a chain of tokens. Fields of every subclass: length (tokens at most), confidence (a draft ends after a
+    token of lower probability)."""
+
+    length: int
+    confidence: float
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    @property
+    def draws(self) -> Draws:
+        return "one"
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        (node,), (law,) = nodes, laws
+        tokens = self.chosen(growing, node, law)
+        sure = all(law[token] >= self.confidence for token in tokens)
+        added = growing.add(node, tokens, law)
+        growing.end_level(added if sure else [])
+
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        self.reader.catch_up(rows, after)
+        each = zip(rows, budget, after, strict=True)
+        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])
 
 
 def unnamed(drafter: Drafter) -> Refused:

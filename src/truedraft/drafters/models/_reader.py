@@ -46,11 +46,15 @@ class Reader:
     An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
     decoder prompt as the target.
 
+    Args:
+        model: the draft model.
+        runtime: how it makes its passes, see DecoderTarget.
+
     slot_rows: row of each slot. written: tokens of each slot in the cache.
     """
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, model: Any, runtime: str = "auto"):
+        self.model, self.runtime = model, runtime
         self.slot_rows: list[Row] = []
         self.written: list[list[int]] = []
         self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
@@ -93,7 +97,7 @@ class Reader:
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
-            made = hosted(self.model)
+            made = hosted(self.model, self.runtime)
             if not made.croppable:
                 raise Refused(
                     f"the draft model {type(self.model).__name__} has states, which cannot be taken back to where its "

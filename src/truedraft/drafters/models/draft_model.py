@@ -8,21 +8,15 @@ noise under `seeded`, and sampled under the rejection rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from truedraft.card import Card, knob
-from truedraft.drafters._base import Continuing
-from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._model import ModelDrafter
-from truedraft.tree import DraftTree, Draws, Row
+from truedraft.drafters.models._model import ChainDrafter
 
 
 @dataclass
-class DraftModel(ModelDrafter, Continuing):
+class DraftModel(ChainDrafter):
     card = Card(
         paper="arXiv 2211.17192, 2302.01318 (2023)",
         idea="A smaller model with the same tokenizer drafts the next few tokens.",
@@ -33,29 +27,3 @@ class DraftModel(ModelDrafter, Continuing):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens drafted at most; published 3 to 10, with the best at 7 for T5-small
     confidence: float = knob(0.0, 0, 1)  # end a draft after a token of lower probability; transformers has 0.4
-
-    @property
-    def width(self) -> int:
-        return self.length
-
-    @property
-    def levels(self) -> int:
-        return self.length
-
-    @property
-    def draws(self) -> Draws:
-        return "one"
-
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        (node,), (law,) = nodes, laws
-        tokens = self.chosen(growing, node, law)
-        sure = all(law[token] >= self.confidence for token in tokens)
-        added = growing.add(node, tokens, law)
-        growing.end_level(added if sure else [])
-
-    def extend_each(
-        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
-    ) -> list[DraftTree]:
-        self.reader.catch_up(rows, after)
-        each = zip(rows, budget, after, strict=True)
-        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])

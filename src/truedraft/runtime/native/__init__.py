@@ -72,6 +72,17 @@ class Failure(enum.IntEnum):
     OP = 5
     THREADS = 6
 
+    @property
+    def why(self) -> str:
+        return {
+            Failure.NO_MEMORY: "no memory",
+            Failure.TOKEN: "a token outside the vocabulary",
+            Failure.PLACE: "a position outside the cache",
+            Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
+            Failure.OP: "an operation outside its buffers",
+            Failure.THREADS: "more threads than supported",
+        }[self]
+
 
 class Form(enum.IntEnum):
     """Formats of weights, in the order of `enum Form` in pass.c."""
