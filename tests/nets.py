@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
 from models import V, ragged, sibling
-from truedraft import Drafter, DraftTree, registry
+from truedraft import Drafter, DraftTree, Refused, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
@@ -23,6 +23,7 @@ from truedraft.runtime import native
 from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
+from truedraft.views._neurons import Predictors
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
@@ -171,7 +172,10 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        found = {"layers": "1a"} if "calibration" in registry.method("views", base).card.needs else FEW.get(base, {})
+        needs = registry.method("views", base).card.needs
+        found = {"layers": "1a"} if "calibration" in needs else FEW.get(base, {})
+        if "training" in needs:
+            other = {"model": predictors_of(model), **other}
         return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
@@ -200,6 +204,18 @@ def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return MtpHead(record, model)
+
+
+def predictors_of(model: PreTrainedModel) -> Predictors:
+    """Untrained predictors of the neurons of a model; where these cannot be chosen, of some other."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        learner = registry.method("views", "deja-vu").learner(rank=16)
+        try:
+            learner.begin(model)
+        except Refused:
+            return Predictors(16, [1], 16)
+        return learner.module.requires_grad_(False)
 
 
 @cache

@@ -19,7 +19,7 @@ from truedraft.runtime import native
 from truedraft.runtime._base import Runner
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.halves import Halves
-from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
+from truedraft.runtime.native import FAILURES, Failure, Op, OpKind, PassArguments
 from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
 from truedraft.runtime.panels import rounded_copies
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
@@ -36,13 +36,6 @@ from truedraft.views._base import WHOLE, Reduction, Rounded, View
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
-FAILURES = {
-    Failure.TOKEN: "a token outside the vocabulary",
-    Failure.PLACE: "a position outside the cache",
-    Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
-    Failure.OP: "an operation outside its buffers",
-    Failure.THREADS: "more threads than supported",
-}
 
 
 class CompiledPass(Runner):
@@ -176,6 +169,8 @@ class CompiledPass(Runner):
         if reduction.skips:
             check_own_keys(self.model)
         self._without(reduction)
+        if reduction.neurons is not None:
+            raise Refused(f"{type(self.model).__name__} cannot run some of its neurons by the {self.name}")
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:

@@ -1,9 +1,9 @@
-"""Skips decoder layers in passes by the model's own forward."""
+"""Skips decoder layers and neurons in passes by the model's own forward."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,16 +15,18 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
+from truedraft.runtime.modules import ATTENTION, FEED_FORWARD
 from truedraft.runtime.overrides import Override, overridden
+from truedraft.runtime.sparse import Feeds, check_sizes
 from truedraft.runtime.tapping import CALL, blocks_of, given, one_token
 from truedraft.views._base import Reduction
 
-ATTENTION, FEED_FORWARD = re.compile("attn|attention"), re.compile("mlp|feed_?forward|ffn|moe")  # names of modules,
-BESIDE = re.compile("Norm|Dropout")  # except of these classes
+BESIDE = re.compile("Norm|Dropout")  # classes that are no half, whatever their names
 
 
 class SkippableLayers:
-    """The decoder layers of a model, some of which a pass may skip: these return their input hidden states.
+    """The decoder layers of a model, some of which a pass may skip: these return their input hidden states. Of others
+    it may run some of the neurons.
 
     A forward over one token checks that layers pass nothing but hidden states to each other, and which of them add
     their halves to these.
@@ -44,25 +46,34 @@ class SkippableLayers:
             raise self._refused("they are not found")
         check_own_keys(model)
         self._layers, self._head = layers, model.get_output_embeddings()
+        self._hidden: int = model.config.get_text_config(decoder=True).hidden_size
+        self._feeds: Feeds | None = None
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
         self._halves = [_Halves(layer) for layer in layers]
         self._values = self._observed(model)
 
     def check(self, reduction: Reduction) -> None:
-        """Raises Refused where it leaves out a half of a layer that does not add its halves to the hidden states."""
+        """Raises Refused where it leaves out a half of a layer that does not add its halves to the hidden states, or
+        neurons that are not those of plain feed-forwards, or not predicted for this model."""
         if bad := sorted(i for i in reduction.halves if not self._halves[i].added):
             raise Refused(
                 f"the halves of layers {bad} of {self._name} cannot be skipped: attention and feed-forward are not "
                 "modules whose results are added to the hidden state one by one"
             )
+        if reduction.neurons is not None:
+            self._feeds = self._feeds or Feeds(self._layers, self._hidden, self._name)
+            check_sizes(reduction.neurons, self._hidden, self._feeds.sizes, self._name)
 
     def without(self, reduction: Reduction) -> AbstractContextManager[None]:
-        """Within the block, this thread's calls of the model leave these layers, halves and output head out."""
+        """Within the block, this thread's calls of the model leave out what the reduction does."""
         skipped = [(self._layers[i], "forward", _returning(self._values[i])) for i in sorted(reduction.layers)]
         halves = [self._halves[i].without(i in reduction.attention) for i in sorted(reduction.halves)]
         head = [(self._head, CALL, lambda states: states[..., :0])] if reduction.output_head and self._head else []
-        return overridden([*skipped, *halves, *head])
+        neurons: Iterable[Override] = ()
+        if reduction.neurons is not None and self._feeds is not None:
+            neurons = self._feeds.without(reduction.neurons, reduction.feed_forward)
+        return overridden([*skipped, *halves, *head, *neurons])
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:

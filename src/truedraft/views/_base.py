@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from truedraft.card import Card, method_name
 from truedraft.errors import Refused
 from truedraft.tree import Taps
+from truedraft.views._neurons import Neurons
 
 NONE: frozenset[int] = frozenset()
 BITS = {"int8": 8, "int4": 4}
@@ -60,6 +61,7 @@ class Reduction:
     bits: of the weights of linear layers, 8 or 4; 0 for weights as they are.
     entries: the entries of the KV cache that are read, or are read in fewer bits; None for all of them as they are.
     output_head: whether the output head is left out; of a pass there are hidden states then, and its logits are empty.
+    neurons: of feed-forwards that run, for each node by itself; None for all.
     """
 
     attention: frozenset[int] = NONE
@@ -67,6 +69,7 @@ class Reduction:
     bits: int = 0
     entries: Selection | Rounded | None = None
     output_head: bool = False
+    neurons: Neurons | None = None
 
     @property
     def layers(self) -> frozenset[int]:
@@ -87,16 +90,19 @@ class Reduction:
         """Without what either leaves out.
 
         Raises:
-            Refused: both say what is read of the KV cache.
+            Refused: both say what is read of the KV cache, or which neurons run.
         """
         if self.entries is not None and other.entries is not None:
             raise Refused(f"two views say what is read of the KV cache ({self.entries}; {other.entries}): use one")
+        if self.neurons is not None and other.neurons is not None:
+            raise Refused(f"two views say which neurons run ({self.neurons}; {other.neurons}): use one")
         return Reduction(
             self.attention | other.attention,
             self.feed_forward | other.feed_forward,
             min(filter(None, (self.bits, other.bits)), default=0),
             self.entries or other.entries,
             self.output_head or other.output_head,
+            self.neurons or other.neurons,
         )
 
 
@@ -114,11 +120,13 @@ class View:
     of the whole model. Equal views must behave alike.
 
     fingerprint: of the target that it was calibrated on; None where it serves any.
+    learner: its training (a `Learner`), if it is trained (`truedraft train`).
     taps: what passes under it yield besides logits. Hidden states are numbered as in the whole model; the state behind
         a layer that is skipped is the one before it.
     """
 
     card: ClassVar[Card] = Card(paper="none", idea="The whole model.", family="none")
+    learner: ClassVar[Any] = None
     fingerprint: str | None = None
     taps: Taps = Taps()
 

@@ -72,6 +72,15 @@ class Failure(enum.IntEnum):
     THREADS = 6
 
 
+FAILURES = {
+    Failure.TOKEN: "a token outside the vocabulary",
+    Failure.PLACE: "a position outside the cache",
+    Failure.NODES: "nodes that refer to slots, places or nodes that do not exist",
+    Failure.OP: "an operation outside its buffers",
+    Failure.THREADS: "more threads than supported",
+}
+
+
 class Form(enum.IntEnum):
     """Formats of weights, in the order of `enum Form` in pass.c."""
 

@@ -1,0 +1,234 @@
+"""Neurons that are chosen by a token: passes equal a plain loop over layers with masked feed-forwards, text is exact."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import truedraft
+from models import ARCHITECTURES, SHARING, ragged
+from nets import predictors_of
+from test_runtime import random_tree, words
+from test_views import COMPILED, RUNTIMES, begun, cache_for, deep, error, target_of
+from truedraft import Refused, registry
+from truedraft.cli import main
+from truedraft.drafters._learned import Batch
+from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.drafters.self_._neurons import Training
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.views._neurons import highest
+from truedraft.views.deja_vu import DejaVu
+
+KEPT = 0.4
+LENGTHS = (13, 1, 6)  # of prompts; behind the second nothing is committed
+LAST = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "mlp.fc_out", "ffn.down_proj", "w2", "mlp.dense")
+REFUSED = r"cannot run some of its neurons: |layers of .* cannot be skipped: "
+UNPLAIN: set[str] = set()
+
+
+def marks(predictors: Any, layer: int, states: Tensor) -> Tensor:
+    """(..., neurons) 0 or 1: by hand, one token after another."""
+    first, _, second = predictors.layers[layer]
+    made = []
+    for x in states.detach().double().reshape(-1, states.shape[-1]):
+        x = x / (x.pow(2).mean() + 1e-6).sqrt()
+        inner = (first.weight.double() @ x + first.bias.double()).clamp_min(0)
+        scores = (second.weight.double() @ inner + second.bias.double()).tolist()
+        count = max(round(KEPT * len(scores)), 1)
+        chosen = sorted(range(len(scores)), key=lambda g: -scores[g])[:count]
+        made.append([float(n // 16 in chosen) for n in range(16 * len(scores))])
+    return torch.tensor(made, dtype=states.dtype).view(*states.shape[:-1], -1)
+
+
+class Masked(nn.Module):
+    """The last linear layer of a feed-forward, behind activations of which some are zero."""
+
+    def __init__(self, linear: Any):
+        super().__init__()
+        self.linear, self.marks = linear, torch.ones(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x * self.marks.view(x.shape))
+
+
+def masked(model: PreTrainedModel, predictors: Any) -> Any:
+    """A copy of the model whose layers mask the activations of their feed-forwards by their own input."""
+    made: Any = copy.deepcopy(model)
+    count = len(predictors.layers)
+    layers = next(m for m in made.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    for i, layer in enumerate(layers):
+        named = (n for n, m in layer.named_modules() if isinstance(m, nn.Module) and n.endswith(LAST))
+        path = next(n for n in named if "attn" not in n)
+        outer, _, inner = path.rpartition(".")
+        last = Masked(layer.get_submodule(path))
+        setattr(layer.get_submodule(outer), inner, last)
+
+        def note(_: Any, args: Any, kwargs: Any, i: int = i, last: Masked = last) -> None:
+            last.marks = marks(predictors, i, args[0] if args else kwargs["hidden_states"])
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    return made
+
+
+@torch.no_grad()
+def check_against_masked(target: DecoderTarget, tolerance: float) -> None:
+    """Two trees in consecutive passes, a path of the first kept; every node by a forward of the masked model over its
+    path alone, behind the keys and values that the whole model has of the prompt."""
+    rng, model = random.Random(4), target.model
+    predictors = predictors_of(model)
+    view, plain = DejaVu(predictors, KEPT), masked(model, predictors)
+    prompts = [words(rng, n) for n in LENGTHS]
+    begun(target, prompts)
+    committed = [cache_for(model) for _ in prompts]
+    for prompt, cache in zip(prompts, committed, strict=True):
+        if prompt[1:]:
+            model(torch.tensor([prompt[:-1]]), past_key_values=cache, use_cache=True)
+    behind = [list[int]() for _ in prompts]
+    for sizes in ((5, 9, 1), (4, 2, 7), (1, 1, 1)):
+        trees = [
+            random_tree(rng, prompt[-1] if not text else 3, n)
+            for prompt, text, n in zip(prompts, behind, sizes, strict=True)
+        ]
+        scores = target.score(trees, view).logits
+        for row, tree in enumerate(trees):
+            for node in range(len(tree)):
+                text = behind[row] + [tree.tokens[i] for i in tree.path(node)]
+                cache = copy.deepcopy(committed[row])
+                logits = plain(torch.tensor([text]), past_key_values=cache, use_cache=True).logits[0, -1]
+                assert error(scores[row, node], logits) < tolerance, (sizes, row, node)
+        paths = [tree.path(len(tree) - 1) for tree in trees]
+        target.advance(view, paths)
+        for text, tree, path in zip(behind, trees, paths, strict=True):
+            text += [tree.tokens[i] for i in path]
+    target.cache = None
+
+
+def by_layers(model: Any, ids: Tensor, predictors: Any = None) -> list[Tensor]:
+    """The hidden states of a Llama before each layer and after the last, some neurons left out."""
+    body, at = model.model, torch.arange(ids.shape[1])
+    x = body.embed_tokens(ids)
+    states, mask = [x], torch.where(at > at[:, None], -torch.inf, 0.0)[None, None].to(x.dtype)
+    for i, layer in enumerate(body.layers):
+        chosen, mlp, turns = 1.0 if predictors is None else marks(predictors, i, x), layer.mlp, body.rotary_emb(x, at[None])
+        x = x + layer.self_attn(layer.input_layernorm(x), position_embeddings=turns, attention_mask=mask)[0]
+        y = layer.post_attention_layernorm(x)
+        x = x + mlp.down_proj(chosen * nn.functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+        states.append(x)
+    return states
+
+
+@torch.no_grad()
+def test_the_masked_model_is_a_loop_over_layers() -> None:
+    """The oracle of the other tests: Llama, layer by layer, without any hook."""
+    model: Any = deep("llama", torch.float64)
+    predictors, ids = predictors_of(model), torch.tensor([[5, 6, 7, 5, 9]])
+    by_hand = model.lm_head(model.model.norm(by_layers(model, ids, predictors)[-1]))
+    assert error(masked(model, predictors)(ids).logits, by_hand) < 1e-9
+    assert error(model(ids).logits, by_hand) > 0.1
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_logits_are_those_of_masked_feed_forwards(runtime: str) -> None:
+    check_against_masked(target_of(deep("llama", torch.float32), runtime), 1e-3)
+
+
+PLAIN = sorted(ARCHITECTURES.keys() - SHARING)
+
+
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_neurons_of_every_architecture_or_a_refusal(architecture: str) -> None:
+    """By the model's own forward. Mixtures of experts are refused, and what has several layers behind its neurons."""
+    target = DecoderTarget(deep(architecture, torch.float32), "stock")
+    try:
+        target.check_view(DejaVu(predictors_of(target.model), KEPT))
+    except Refused as refused:
+        assert re.search(REFUSED, str(refused))
+        assert "moe" in architecture or architecture in UNPLAIN
+    else:
+        assert architecture not in UNPLAIN
+        check_against_masked(target, 1e-3)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_text_is_the_model_s_own(runtime: str) -> None:
+    """Alone, beside another view, before a lookup, over it, and as the lossy model; all neurons are the model."""
+    if runtime == "graphs":
+        return
+    model, inputs = deep("llama", torch.float32), None
+    inputs = ragged(model, 3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    predictors = predictors_of(model)
+    for view, accepted in ((DejaVu(predictors, KEPT), None), (DejaVu(predictors, 1.0), 1.0)):
+        draft = SelfDrafter(view, nodes=4, depth=4)
+        fast = truedraft.accelerate(model, draft=draft, control="fixed", runtime=runtime)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
+        assert accepted is None or fast.report().acceptance_rate == accepted
+
+
+def test_the_share_counts_the_neurons_that_run() -> None:
+    model: Any = deep("llama", torch.float32)
+    view, layers = DejaVu(predictors_of(model), 0.34), model.model.layers
+    whole = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    of_neurons = sum(p.numel() for layer in layers for p in layer.mlp.parameters())
+    added = sum(p.numel() for p in view.model.parameters())
+    expected = (whole - of_neurons * 2 / 3 + added) / whole
+    assert DecoderTarget(model, "stock").share(view) == pytest.approx(expected)
+
+
+def test_equal_scores_are_chosen_in_order() -> None:
+    assert highest(torch.tensor([[1.0, 2.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), 2).tolist() == [
+        [True, True, False, False], [True, True, False, False]
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Predictors of `nano-draft`, after some seconds."""
+    folder = tmp_path_factory.mktemp("deja-vu")
+    data, out = folder / "texts.txt", folder / "out"
+    data.write_text("once upon a time there was a dog\nthe cat sat on a mat\n" * 6)
+    given = ["--target", "nano-draft", "--data", str(data), "--max-new-tokens", "24", "--minutes", "0.02"]
+    assert main(["train", "deja-vu:rank=16", *given, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_trained_checkpoint_drafts(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for spec in (f"deja-vu:{trained}", f"deja-vu:{trained},kept=0.25+window-kv", f"deja-vu:{trained}<suffix"):
+        assert main(["generate", "nano-draft", "once", "--max-new-tokens", "9", "--draft", spec]) == 0
+    lossy = registry.lossy_view(f"lossy/deja-vu:{trained},kept=0.9")
+    assert lossy.reduction(1).neurons.kept == 0.9
+    with pytest.raises(Refused, match=r"deja-vu was calibrated on another model"):
+        truedraft.accelerate(deep("llama", torch.float32), draft=f"deja-vu:{trained}")
+
+
+def test_training_learns_what_matters() -> None:
+    """Recall rises far above that of a random choice; labels are those computed by hand."""
+    model: Any = deep("llama", torch.float32)
+    learner = Training(rank=32, share=0.34)
+    learner.begin(model)
+    ids = torch.randint(3, 60, (8, 24), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool), {})
+    states, positive = learner._observed(batch)[1]
+    x = by_layers(model, ids)[1]
+    assert error(states, x.flatten(0, 1)) < 1e-4
+    before = learner.evaluate([batch])
+    optimiser = torch.optim.Adam(learner.module.parameters(), 3e-3)
+    for _ in range(60):
+        optimiser.zero_grad()
+        learner.loss(batch).backward()
+        optimiser.step()
+    after = learner.evaluate([batch])
+    assert after["recall"] > 0.75 > before["recall"]
+    assert after["agreement"] > before["agreement"] and after["tokens_per_pass"] > before["tokens_per_pass"]
