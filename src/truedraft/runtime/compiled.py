@@ -29,10 +29,12 @@ from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.rounded_entries import CHUNK, RoundedEntries, readable
 from truedraft.runtime.selecting import fitted, over, point
 from truedraft.runtime.skipping import check_own_keys
+from truedraft.runtime.sparse_ops import SparseOps
 from truedraft.runtime.tapping import layer_number, several_streams
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import WHOLE, Reduction, Rounded, View
+from truedraft.views._neurons import Neurons
 
 VARIANTS = 64  # most cached reductions and lists of operations; the oldest is dropped first
 CPU = torch.device("cpu")
@@ -70,6 +72,7 @@ class CompiledPass(Runner):
         self._halves: dict[int, Halves] = {}
         self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
+        self._sparse: dict[Neurons, SparseOps] = {}
         self._readable = {at for op, at in zip(self.program.ops, self.program.layers, strict=True) if readable(op)}
         self._tables = RotaryTables()
         self._along = PositionTables()
@@ -169,8 +172,8 @@ class CompiledPass(Runner):
         if reduction.skips:
             check_own_keys(self.model)
         self._without(reduction)
-        if reduction.neurons is not None:
-            raise Refused(f"{type(self.model).__name__} cannot run some of its neurons by the {self.name}")
+        if reduction.neurons is not None and reduction.neurons not in self._sparse:
+            self._sparse[reduction.neurons] = SparseOps(self.program, reduction.neurons, type(self.model).__name__)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
@@ -196,7 +199,7 @@ class CompiledPass(Runner):
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree.cut(1))
         attending = [(op, at) for op, at in zip(p.ops, p.layers, strict=True) if op.kind == OpKind.ATTEND]
-        copies = (_copy(p, names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
+        copies = (p.copying(names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
         ops: list[Op] = []
         for op in p.ops[: p.head_from]:
             ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
@@ -259,8 +262,10 @@ class CompiledPass(Runner):
         kept = {layer: _floats(len(nodes), self._stride("x")) for layer in hidden}
         logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
         copies = self._whole.rounded.get(reduction.entries)
+        widths = self._sparse[reduction.neurons].widths if reduction.neurons else ()
+        beside = [torch.zeros(len(nodes), padded_to_16(width), dtype=torch.float32) for width in widths]
         self._execute(
-            self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values()],
+            self._ops(tuple(hidden), reduction), nodes, gather, embeds, [logits, *kept.values(), *beside],
             copies.lengths if copies else (),
         )  # fmt: skip
         if logits.shape[-1] > self._vocabulary:
@@ -365,15 +370,21 @@ class CompiledPass(Runner):
         if key not in self._variants:
             p = self.program
             numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
-            skipped = self._without(reduction)
+            skipped, buffer = self._without(reduction), len(p.widths) + len(hidden)
+            sparse = self._sparse[reduction.neurons] if reduction.neurons else None
             ops: list[Op] = []
             for i, op in enumerate(self._of_bits(reduction.bits)):
+                if sparse is not None:
+                    ops += sparse.entering(i, buffer, reduction.feed_forward)
+                    op = sparse.over(i, op, buffer)
                 if i in skipped and ops and not ops[-1].wait:  # what would have waited is gone
                     ops[-1] = Op.from_buffer_copy(ops[-1])
                     ops[-1].wait = 1
                 elif i not in skipped:
                     ops.append(op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part))
-                ops += [_copy(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
+                ops += [
+                    p.copying("x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i
+                ]
             for k, number in enumerate(numbers):
                 if number == -1:  # after the final norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
@@ -388,8 +399,3 @@ class CompiledPass(Runner):
 def _floats(*shape: int) -> Tensor:
     """A new buffer of fp32, whatever torch's default is."""
     return torch.empty(*shape, dtype=torch.float32)
-
-
-def _copy(p: Program, name: str, to: int) -> Op:
-    at = list(p.widths).index(name)
-    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths[name])

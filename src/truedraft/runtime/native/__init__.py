@@ -59,6 +59,7 @@ class OpKind(enum.IntEnum):
     MIX = 32
     MATCH = 33
     EXCEED = 34
+    CHOOSE = 35
 
 
 class Failure(enum.IntEnum):
