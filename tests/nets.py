@@ -206,15 +206,15 @@ def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:
         return MtpHead(record, model)
 
 
-def predictors_of(model: PreTrainedModel) -> Predictors:
+def predictors_of(model: PreTrainedModel, group: int = 1) -> Predictors:
     """Untrained predictors of the neurons of a model; where these cannot be chosen, of some other."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        learner = registry.method("views", "deja-vu").learner(rank=16)
+        learner = registry.method("views", "deja-vu").learner(rank=16, group=group)
         try:
             learner.begin(model)
         except Refused:
-            return Predictors(16, [1], 16)
+            return Predictors(16, [1], 1, 16)
         return learner.module.requires_grad_(False)
 
 

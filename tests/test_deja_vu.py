@@ -45,7 +45,7 @@ def marks(predictors: Any, layer: int, states: Tensor) -> Tensor:
         scores = (second.weight.double() @ inner + second.bias.double()).tolist()
         count = max(round(KEPT * len(scores)), 1)
         chosen = sorted(range(len(scores)), key=lambda g: -scores[g])[:count]
-        made.append([float(n // 16 in chosen) for n in range(16 * len(scores))])
+        made.append([float(g in chosen) for g in range(len(scores)) for _ in range(predictors.size)])
     return torch.tensor(made, dtype=states.dtype).view(*states.shape[:-1], -1)
 
 
@@ -80,11 +80,11 @@ def masked(model: PreTrainedModel, predictors: Any) -> Any:
 
 
 @torch.no_grad()
-def check_against_masked(target: DecoderTarget, tolerance: float) -> None:
+def check_against_masked(target: DecoderTarget, tolerance: float, group: int = 1) -> None:
     """Two trees in consecutive passes, a path of the first kept; every node by a forward of the masked model over its
     path alone, behind the keys and values that the whole model has of the prompt."""
     rng, model = random.Random(4), target.model
-    predictors = predictors_of(model)
+    predictors = predictors_of(model, group)
     view, plain = DejaVu(predictors, KEPT), masked(model, predictors)
     prompts = [words(rng, n) for n in LENGTHS]
     begun(target, prompts)
@@ -140,9 +140,11 @@ def test_the_masked_model_is_a_loop_over_layers() -> None:
     assert error(model(ids).logits, by_hand) > 0.1
 
 
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_the_logits_are_those_of_masked_feed_forwards(runtime: str) -> None:
-    check_against_masked(target_of(deep("llama", torch.float32), runtime), 1e-3)
+def test_the_logits_are_those_of_masked_feed_forwards(runtime: str, group: int) -> None:
+    """Of single neurons and of groups, in and across the panels in which weights lie."""
+    check_against_masked(target_of(deep("llama", torch.float32), runtime), 1e-3, group)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
@@ -217,7 +219,7 @@ def test_a_trained_checkpoint_drafts(trained: Path, capsys: pytest.CaptureFixtur
 def test_training_learns_what_matters() -> None:
     """Recall rises far above that of a random choice; labels are those computed by hand."""
     model: Any = deep("llama", torch.float32)
-    learner = Training(rank=32, share=0.34)
+    learner = Training(rank=32, share=0.34, group=16)
     learner.begin(model)
     ids = torch.randint(3, 60, (8, 24), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool), {})

@@ -95,9 +95,9 @@ class CompiledPass(Runner):
         if cache is None:
             return
         p = self.program
-        p.refresh()
-        for rounded in self._rounded.values():
-            rounded.refresh()
+        programs: list[Program | RoundedOps | SparseOps] = [p, *self._rounded.values(), *self._sparse.values()]
+        for each in programs:
+            each.refresh()
         for op, at in zip(p.ops, p.layers, strict=True):
             if op.kind == OpKind.ATTEND and not (layer := cache.layers[at]).is_initialized:
                 heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
@@ -173,7 +173,8 @@ class CompiledPass(Runner):
             check_own_keys(self.model)
         self._without(reduction)
         if reduction.neurons is not None and reduction.neurons not in self._sparse:
-            self._sparse[reduction.neurons] = SparseOps(self.program, reduction.neurons, type(self.model).__name__)
+            name = type(self.model).__name__
+            self._sparse[reduction.neurons] = SparseOps(self.program, self._compiled, reduction.neurons, name)
         try:
             self._of_bits(reduction.bits)
         except NotCompilable as why:
@@ -370,9 +371,9 @@ class CompiledPass(Runner):
         if key not in self._variants:
             p = self.program
             numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
-            skipped, buffer = self._without(reduction), len(p.widths) + len(hidden)
+            taps = [(p.outputs[n], p.copying("x", len(p.widths) + k)) for k, n in enumerate(numbers) if n >= 0]
+            skipped, buffer, ops = self._without(reduction), len(p.widths) + len(hidden), list[Op]()
             sparse = self._sparse[reduction.neurons] if reduction.neurons else None
-            ops: list[Op] = []
             for i, op in enumerate(self._of_bits(reduction.bits)):
                 if sparse is not None:
                     ops += sparse.entering(i, buffer, reduction.feed_forward)
@@ -382,9 +383,7 @@ class CompiledPass(Runner):
                     ops[-1].wait = 1
                 elif i not in skipped:
                     ops.append(op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part))
-                ops += [
-                    p.copying("x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i
-                ]
+                ops += [copying for at, copying in taps if at == i]
             for k, number in enumerate(numbers):
                 if number == -1:  # after the final norm, for all nodes
                     norm = Op.from_buffer_copy(p.ops[p.head_from + 1])

@@ -15,7 +15,7 @@ from truedraft.errors import Refused
 from truedraft.runtime.modules import feed_forward_linears, inputs_of, outputs_of
 from truedraft.runtime.overrides import Override
 from truedraft.runtime.tapping import CALL, given
-from truedraft.views._neurons import GROUP, Neurons, Predictors
+from truedraft.views._neurons import Neurons, Predictors
 
 
 class Feeds:
@@ -31,7 +31,7 @@ class Feeds:
 
     Raises:
         Refused: a layer has another number of linear layers than one that return hidden states, as mixtures of experts
-            do, or its neurons do not come in groups of GROUP.
+            do.
     """
 
     def __init__(self, layers: Sequence[nn.Module], hidden: int, name: str):
@@ -43,7 +43,6 @@ class Feeds:
                 raise refused(name, f"layer {i} has experts, or no single linear layer behind its neurons")
             self.last.append(found[0])
         self.sizes = [inputs_of(last) for last in self.last]
-        check_groups(self.sizes, name)
 
     def without(self, neurons: Neurons, whole: frozenset[int]) -> Iterator[Override]:
         """Overrides under which neurons run as chosen by the input of their layer, but for layers that do not run."""
@@ -85,7 +84,7 @@ class Feeds:
         chosen: list[Tensor] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            marks = neurons.chosen(i, given(args, kwargs)).repeat_interleave(GROUP, -1)
+            marks = neurons.chosen(i, given(args, kwargs)).repeat_interleave(neurons.predictors.size, -1)
             chosen[:] = [marks]
             return type(layer).forward(layer, *args, **kwargs)
 
@@ -100,16 +99,10 @@ def refused(name: str, why: str) -> Refused:
     return Refused(f"{name} cannot run some of its neurons: {why}")
 
 
-def check_groups(sizes: Sequence[int], name: str) -> None:
-    """Raises Refused where neurons do not come in whole groups."""
-    if bad := next((size for size in sizes if size % GROUP), None):
-        raise refused(name, f"{bad} in a layer are no multiple of {GROUP}, in which they are chosen")
-
-
 def check_sizes(neurons: Neurons, hidden: int, sizes: Sequence[int], name: str) -> None:
     """Raises Refused where predictors are of other sizes than a model: of hidden states, and of neurons by layer."""
     predictors = neurons.predictors
-    if predictors.hidden != hidden or [GROUP * count for count in predictors.groups] != list(sizes):
+    if predictors.hidden != hidden or [predictors.size * count for count in predictors.groups] != list(sizes):
         raise refused(
             name, f"the predictors are of {len(predictors.groups)} layers of other sizes: train them for this model"
         )

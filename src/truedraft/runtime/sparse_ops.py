@@ -1,12 +1,14 @@
 """The operations of a compiled pass that runs some of the neurons of feed-forwards, as each node's token needs them.
 
 A predictor's operations come before those of its layer. Activations that a node does not choose are zero; weights that
-no node of the pass chooses are not read: those of the first linear layers wherever they lie, those of the last one in
-panels (`panels.py`), of which it reads parts of the columns. A node's result does not depend on the other nodes.
+no node of the pass chooses are not read: rows of the first linear layers, where the model keeps them or in panels, if
+these are chosen whole, or if it has them in columns (`panels.py`); and columns of the last one in panels, as many as share a line of memory (one of
+fp32, two of bf16). A node's result does not depend on the other nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.program import ACTIVATIONS, Program
-from truedraft.runtime.sparse import check_groups, check_sizes, refused
-from truedraft.runtime.weights import Weight, fields, padded
-from truedraft.views._neurons import EPS, Neurons
+from truedraft.runtime.sparse import check_sizes, refused
+from truedraft.runtime.weights import Copies, Weight, fields, padded
+from truedraft.views._neurons import EPS, PANEL, Neurons
 
+Compiled = Callable[[Copies | None], Program]
 FIRST = (OpKind.GATED, OpKind.LINEAR)  # to the activations of neurons,
 BETWEEN = (OpKind.ACTIVATE, OpKind.MULTIPLY)  # which these leave at zero
 
@@ -26,6 +29,7 @@ class SparseOps:
     """What a program runs where neurons are chosen.
 
     Args:
+        compiled: makes the same program of copies of weights, or of None of them where they are.
         name: of the model, for messages.
 
     Attributes:
@@ -36,12 +40,12 @@ class SparseOps:
         Refused: a layer has experts or other operations around its neurons, or the predictors are not of its sizes.
     """
 
-    def __init__(self, program: Program, neurons: Neurons, name: str):
+    def __init__(self, program: Program, compiled: Compiled, neurons: Neurons, name: str):
         self._program, self._neurons, self._kept = program, neurons, list[Tensor]()
+        self._rows = program if neurons.predictors.size == PANEL else compiled(None)
         self._first: dict[int, int] = {}  # by layer, the operation whose results are the activations of neurons
         self._last: dict[int, int] = {}  # and the one that reads them
         sizes = [self._found(layer, name) for layer in range(len(program.layer_types))]
-        check_groups(sizes, name)
         check_sizes(neurons, program.widths["x"], sizes, name)
         predictors = neurons.predictors
         most = max(predictors.groups)
@@ -59,8 +63,9 @@ class SparseOps:
         plain = len(first) == len(last) == 1 and ops[first[0]].kind in FIRST and ops[last[0]].kind == OpKind.LINEAR
         if not plain or not self._program.tapped or any(op.experts for op in ops.values()):
             raise refused(name, f"layer {layer} has experts, or more than linear layers around its neurons")
-        if any(ops[i].offsets for i in (*first, *last)):
-            raise refused(name, "its integers have offsets")
+        single = self._rows is not self._program
+        if any(ops[i].offsets or (single and ops[i].scales) for i in (*first, *last)):
+            raise refused(name, f"its weights are integers: those without offsets can be, in groups of {PANEL}")
         (self._first[layer],), (self._last[layer],) = first, last
         return int(ops[last[0]].inner)
 
@@ -103,8 +108,14 @@ class SparseOps:
         """An operation with the number `at` in the program, over what nodes choose."""
         for layer, groups in enumerate(self._neurons.predictors.groups):
             if at in (self._first[layer], self._last[layer]):
-                copied = Op.from_buffer_copy(op)
-                copied.other = buffer + len(self.widths) - 1
-                setattr(copied, "kv_heads" if at == self._first[layer] else "heads", groups)
+                outputs, single = at == self._first[layer], self._rows.ops[at]
+                by_rows = outputs and self._rows is not self._program and single.kind in FIRST
+                copied = Op.from_buffer_copy(single if by_rows else op)
+                copied.other, copied.step = buffer + len(self.widths) - 1, self._neurons.predictors.size
+                copied.kv_heads, copied.heads = (groups, 0) if outputs else (0, groups)
                 return copied
         return op
+
+    def refresh(self) -> None:
+        """See `Program.refresh`."""
+        self._rows.refresh()

@@ -12,7 +12,7 @@ from torch import Tensor
 from truedraft.card import Card, method_name
 from truedraft.errors import Refused
 from truedraft.tree import Taps
-from truedraft.views._neurons import Neurons
+from truedraft.views._neurons import PANEL, Neurons
 
 NONE: frozenset[int] = frozenset()
 BITS = {"int8": 8, "int4": 4}
@@ -70,6 +70,13 @@ class Reduction:
     entries: Selection | Rounded | None = None
     output_head: bool = False
     neurons: Neurons | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits and self.neurons is not None and self.neurons.predictors.size < PANEL:
+            raise Refused(
+                f"neurons that are chosen by {self.neurons.predictors.size} are read from weights as they are, not in "
+                f"{self.bits} bits: train predictors of groups of {PANEL} (deja-vu:group={PANEL})"
+            )
 
     @property
     def layers(self) -> frozenset[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-GROUP = 16  # neurons that are chosen together: the rows of a panel of weights, as PANEL in pass.c
+PANEL = 16  # rows of weights that lie together in memory where they are copied, as in pass.c
 EPS = 1e-6  # added to the mean of the squares of hidden states
 
 
@@ -18,13 +18,14 @@ class Predictors(nn.Module):
 
     Args:
         hidden: size of hidden states.
-        groups: by layer, of GROUP adjacent neurons each.
+        groups: by layer, of adjacent neurons that are chosen together.
+        size: neurons of a group.
         rank: of the MLP; a multiple of sixteen.
     """
 
-    def __init__(self, hidden: int, groups: Sequence[int], rank: int):
+    def __init__(self, hidden: int, groups: Sequence[int], size: int, rank: int):
         super().__init__()
-        self.hidden, self.groups, self.rank = hidden, list(groups), rank
+        self.hidden, self.groups, self.size, self.rank = hidden, list(groups), size, rank
         single = torch.float32
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(hidden, rank, dtype=single), nn.ReLU(), nn.Linear(rank, count, dtype=single))

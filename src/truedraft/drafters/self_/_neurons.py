@@ -21,7 +21,7 @@ from truedraft.runtime.sparse import Feeds
 from truedraft.runtime.tapping import blocks_of
 from truedraft.targets.kinds import family_of
 from truedraft.views._base import NONE
-from truedraft.views._neurons import GROUP, Neurons, Predictors, highest
+from truedraft.views._neurons import PANEL, Neurons, Predictors, highest
 
 NAME = "deja-vu"
 DRAFTED = 8  # tokens of a draft that an evaluation supposes
@@ -37,7 +37,8 @@ class Training(Learner):
     """
 
     name: ClassVar[str] = NAME
-    rank: int = knob(64, 16, 4096)  # of a predictor, in sixteens; published 1000 and more, of models of 7B on
+    rank: int = knob(64, 16, 4096)  # of a predictor, in sixteens; published about 1000, of models of 7B and more
+    group: int = knob(1, 1, PANEL)  # adjacent neurons that are chosen together, a divisor of 16; published 1
     share: float = knob(0.25, 0, 1, open=True)  # of a layer's groups that are positive
 
     def begin(self, model: PreTrainedModel) -> None:
@@ -45,13 +46,18 @@ class Training(Learner):
             raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
         if self.rank % 16:
             raise Refused(f"{NAME}:rank={self.rank}: give a multiple of sixteen")
+        if PANEL % self.group:
+            raise Refused(f"{NAME}:group={self.group}: give a divisor of {PANEL}")
         config, name = model.config.get_text_config(decoder=True), type(model).__name__
         layers = blocks_of(model, config.num_hidden_layers)
         if layers is None:
             raise Refused(f"the layers of {name} are not found")
         self.model = model.requires_grad_(False)
         self.feeds = Feeds(layers, config.hidden_size, name)
-        self.module = Predictors(config.hidden_size, [size // GROUP for size in self.feeds.sizes], self.rank)
+        if bad := next((size for size in self.feeds.sizes if size % self.group), None):
+            raise Refused(f"{NAME}:group={self.group} divides no {bad} neurons of a layer: give a divisor of them")
+        groups = [size // self.group for size in self.feeds.sizes]
+        self.module = Predictors(config.hidden_size, groups, self.group, self.rank)
 
     def loss(self, batch: Batch) -> Tensor:
         found = [
@@ -70,7 +76,7 @@ class Training(Learner):
         found = list[tuple[Tensor, Tensor]]()
         for given, active, norms in zip(states, activations, self.feeds.norms(), strict=True):
             squares = (active.view(*batch.mask.shape, -1)[batch.mask].float() * norms).square()
-            added = squares.unflatten(-1, (-1, GROUP)).sum(-1)
+            added = squares.unflatten(-1, (-1, self.group)).sum(-1)
             found.append((given[batch.mask], highest(added, self._neurons.count(len(found))) & (added > 0)))
         return found
 
@@ -103,8 +109,8 @@ class Training(Learner):
         }  # fmt: skip
 
     def config(self) -> dict[str, Any]:
-        assert isinstance(self.module, Predictors)
-        return {"hidden": self.module.hidden, "groups": self.module.groups, "rank": self.module.rank}
+        made = self._neurons.predictors
+        return {"hidden": made.hidden, "groups": made.groups, "size": made.size, "rank": made.rank}
 
     def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
         own = json.loads(json.dumps(self.config()))  # as it is read from a checkpoint
@@ -121,6 +127,6 @@ def read_predictors(folder: str) -> tuple[Predictors, str]:
     """
     config, weights = read_weights(Path(folder).expanduser(), NAME)
     made = with_weights(
-        lambda: Predictors(config["hidden"], config["groups"], config["rank"]), weights, NAME, folder
+        lambda: Predictors(config["hidden"], config["groups"], config["size"], config["rank"]), weights, NAME, folder
     )  # fmt: skip
     return made.requires_grad_(False), str(config.get("fingerprint"))

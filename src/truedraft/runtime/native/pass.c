@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #endif
 #include "team.inc"
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192, SOONEST = 2 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16 };
 enum { KEYS = 64, MANY = 16, ROUNDED = 128, TOGETHER = 8, MOST_ROUNDED = 512, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
@@ -190,8 +190,9 @@ typedef struct {
   const float *sums;
   int64_t groups; /* 0 for weights without scales */
   int shift, half;
-  const int32_t *chosen; /* in panels: which parts of PANEL columns are read, of `parts`, or NULL for all */
-  int64_t count, parts;
+  const int32_t *chosen; /* in panels: the steps that are read, in order, and SOONER_STEPS to be fetched; or NULL for all */
+  int64_t count;         /* of steps that are read */
+  const char *next;      /* in rows: what is fetched meanwhile, or NULL for the rows that follow */
 } Factors;
 
 /* Those of panels from row r on, and of nodes from m on. */
@@ -472,8 +473,9 @@ typedef struct {
                                                     or where that is NULL the first stands for them;
                                                     ROUTE: groups of experts, those kept, experts that a group is
                                                     judged by; CHOOSE: heads scores, and kv_heads of them are chosen;
-                                                    LINEAR, GATED: nodes choose PANEL inputs of `heads`, or outputs of
-                                                    kv_heads, by the marks in `other`; 0 where all run */
+                                                    LINEAR, GATED: nodes choose among `heads` groups of inputs, or
+                                                    kv_heads of outputs, of `step` each, by the marks in `other`; 0
+                                                    where all run */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
                                            GATE: from head to head in the row of the gates, the first at k_at; 1 where
                                            each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
@@ -700,7 +702,7 @@ typedef struct {
   uint32_t *keys;
   bf16 *x;
   float *sums;
-  int32_t *chosen;                      /* parts of the columns, in order, where nodes choose them */
+  int32_t *chosen;                      /* see Factors */
   int64_t count;
   const Op *op;
   int64_t first;
@@ -716,16 +718,19 @@ IN int in_bf16(const Op *op) {
 /* Rows of the weights in a task. */
 IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
 
-/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y. */
+/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y.
+ *
+ * next: rows that follow, as far from the first, where nodes choose them; or 0. */
 AVX2 IN void product(const Op *op, const void *weight, const void *scales, const void *offsets, const Worker *worker,
-                     const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, float *y) {
+                     const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, int64_t next, float *y) {
   const int64_t columns = columns_of[op->form], row = (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
-  const int chosen = op->kind == LINEAR && op->heads;
+  const char *w = (const char *)weight + first * row;
+  const int chosen = op->kind == LINEAR && op->heads && op->form >= PANELS;
   const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half,
-                         chosen ? worker->chosen : NULL, worker->count, op->heads};
+                         chosen ? worker->chosen : NULL, worker->count, next ? w + next * row : NULL};
   const Factors part = part_of(&whole, first, 0);
   const Linear multiply = in_bf16(op) ? by_units[op->form] : linears[op->form];
-  multiply(x, ldx, nodes, (const char *)weight + first * row, rows, op->in, y, BROAD, &part);
+  multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
       for (int64_t r = 0; r < rows; r += L)
@@ -743,10 +748,11 @@ AVX2 static void group_sums(const float *x, int64_t width, int64_t groups, float
   }
 }
 
-/* Whether one of the nodes from m0 on chooses a part of an operation's inputs or outputs. */
-IN int any_chooses(const Op *op, const Pass *pass, int64_t m0, int64_t nodes, int64_t part) {
+/* Whether one of the nodes from m0 on chooses one of the inputs or outputs [first, last) of an operation. */
+IN int any_chooses(const Op *op, const Pass *pass, int64_t m0, int64_t nodes, int64_t first, int64_t last) {
   for (int64_t m = 0; m < nodes; m++)
-    if (ROW(op->other, m0 + m)[part]) return 1;
+    for (int64_t group = first / op->step; group * op->step < last; group++)
+      if (ROW(op->other, m0 + m)[group]) return 1;
   return 0;
 }
 
@@ -759,17 +765,46 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
     if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * padded_to_32(op->in));
     if (op->offsets) group_sums(x, op->in, op->groups, worker->sums + m * op->groups);
   }
-  if (op->kind == LINEAR && op->heads) {
+  if (op->kind == LINEAR && op->heads && op->form >= PANELS) {
+    const int64_t columns = columns_of[op->form], steps = op->in / columns;
     worker->count = 0;
-    for (int64_t part = 0; part < op->heads; part++)
-      if (any_chooses(op, pass, m0, nodes, part)) worker->chosen[worker->count++] = (int32_t)part;
+    for (int64_t step = 0; step < steps; step++)
+      if (any_chooses(op, pass, m0, nodes, step * columns, (step + 1) * columns)) worker->chosen[worker->count++] = (int32_t)step;
+    for (int64_t i = 0; i < SOONER_STEPS; i++) /* in the next panels */
+      worker->chosen[worker->count + i] = worker->count ? worker->chosen[i % worker->count] + (int32_t)(BROAD / PANEL * steps) : 0;
   }
   worker->op = op;
   worker->first = m0;
 }
 
-/* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product. */
-AVX2 static void linear_rows(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
+/* The products of rows [first, first + rows) that one of the nodes chooses, as far as these lie apart in memory; others are
+ * zero. */
+AVX2 static void chosen_rows(const Op *op, const Pass *pass, const Worker *worker, const void *x, int64_t ldx, int64_t m0,
+                             int64_t nodes, int64_t first, int64_t rows, float *one, float *two) {
+  const int64_t unit = op->form >= PANELS ? PANEL : op->form == INT8 ? L : op->step, last = first + rows;
+  memset(one, 0, sizeof(float) * (size_t)(nodes * BROAD));
+  if (op->kind == GATED) memset(two, 0, sizeof(float) * (size_t)(nodes * BROAD));
+#define CHOSEN(r) any_chooses(op, pass, m0, nodes, r, (r) + unit < last ? (r) + unit : last)
+  int64_t r = first;
+  while (r < last && !CHOSEN(r)) r += unit - r % unit;
+  while (r < last) {
+    int64_t end = r, next;
+    do end += unit - end % unit;
+    while (end < last && CHOSEN(end));
+    if (end > last) end = last;
+    for (next = end; next < last && !CHOSEN(next);) next += unit - next % unit;
+    product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, r, end - r, next - r, one + r - first);
+    if (op->kind == GATED)
+      product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, r, end - r, next - r,
+              two + r - first);
+    r = next;
+  }
+#undef CHOSEN
+}
+
+/* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product; zeros
+ * where a node does not choose them. */
+AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
                         int64_t nodes, Worker *worker) {
   const void *x = ROW(op->src, m0);
   const int64_t at = expert * op->apart + first;
@@ -781,9 +816,13 @@ AVX2 static void linear_rows(const Op *op, const Pass *pass, int64_t expert, int
     ldx = padded_to_32(op->in);
     x = worker->x;
   }
-  product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, at, rows, one);
-  if (op->kind == GATED)
-    product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, two);
+  if (op->kv_heads) {
+    chosen_rows(op, pass, worker, x, ldx, m0, nodes, first, rows, one, two);
+  } else {
+    product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, at, rows, 0, one);
+    if (op->kind == GATED)
+      product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, 0, two);
+  }
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
@@ -808,27 +847,9 @@ AVX2 static void linear_rows(const Op *op, const Pass *pass, int64_t expert, int
         _mm256_maskstore_ps(y + r, kept, v);
       }
     }
-  }
-}
-
-/* As linear_rows(), but for rows that no node chooses, and with zeros where a node does not. */
-static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0, int64_t nodes,
-                   Worker *worker) {
-  if (!op->kv_heads) {
-    linear_rows(op, pass, expert, first, rows, m0, nodes, worker);
-    return;
-  }
-  const int64_t end = first + rows;
-  for (int64_t r = first, next; r < end; r = next) {
-    const int any = any_chooses(op, pass, m0, nodes, r / PANEL);
-    next = (r / PANEL + 1) * PANEL;
-    while (next < end && any_chooses(op, pass, m0, nodes, next / PANEL) == any) next += PANEL;
-    if (next > end) next = end;
-    if (any) linear_rows(op, pass, expert, r, next - r, m0, nodes, worker);
-    for (int64_t m = m0; m < m0 + nodes; m++)
-      for (int64_t i = r; i < next; i++)
-        if (!ROW(op->other, m)[i / PANEL]) ROW(op->dst, m)[i] = 0.0f;
-  }
+  }  for (int64_t m = m0; op->kv_heads && m < m0 + nodes; m++)
+    for (int64_t i = first; i < first + rows; i++)
+      if (!ROW(op->other, m)[i / op->step]) ROW(op->dst, m)[i] = 0.0f;
 }
 
 /* y (nodes, WIDE) += x (nodes, in) times `deep` rows of weights (in, apart), `vectors` vectors of outputs. */
@@ -1604,7 +1625,7 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
       wide = chunk * padded_to_32(ops[i].in);
     if (ops[i].offsets && chunk * ops[i].groups > sums) sums = chunk * ops[i].groups;
-    if (ops[i].kind == LINEAR && ops[i].heads > chosen) chosen = ops[i].heads;
+    if (ops[i].kind == LINEAR && ops[i].heads && ops[i].in + SOONER_STEPS > chosen) chosen = ops[i].in + SOONER_STEPS;
   }
   Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
              head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), whole_lines(sums), whole_lines(chosen), 0, 0, 0, 0};
@@ -1715,8 +1736,8 @@ static int chosen_fit(const Op *op, const Pass *pass, int64_t nodes) {
   if (!op->heads && !op->kv_heads) return 1;
   const int64_t parts = op->heads ? op->heads : op->kv_heads;
   return !op->experts && !op->offsets && !(op->heads && op->kv_heads) && within(parts, 1, MOST / PANEL) &&
-         parts * PANEL == (op->heads ? op->in : op->out) && !(op->heads && op->kind == GATED) &&
-         !(op->heads && op->groups && op->in / op->groups % PANEL) && fits(pass, op->other, parts, nodes) &&
+         within(op->step, 1, PANEL) && parts * op->step == (op->heads ? op->in : op->out) &&
+         !(op->heads && (op->kind == GATED || op->in % columns_of[op->form])) && fits(pass, op->other, parts, nodes) &&
          op->other != op->dst;
 }
 
