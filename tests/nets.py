@@ -172,10 +172,12 @@ def drafter(
     if base in VIEWS:
         if name in COMPILED and native.library() is None:
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
-        needs = registry.method("views", base).card.needs
+        needs, cannot = registry.method("views", base).card.needs, registry.method("views", base).card.cannot
+        if model.config.is_encoder_decoder and "encoder-decoder" in cannot:
+            pytest.skip(f"{base}: {cannot['encoder-decoder']}")
         found = {"layers": "1a"} if "calibration" in needs else FEW.get(base, {})
         if "training" in needs:
-            other = {"model": predictors_of(model), **other}
+            other = {"model": predictors_of(model, turn(name, (1, 16))[0]), **other}
         return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):

@@ -16,17 +16,22 @@ from transformers import PreTrainedModel
 import truedraft
 from models import RECURRENT, SHARING, ragged
 from nets import predictors_of
-from test_runtime import random_tree, words
-from test_views import RUNTIMES, begun, cache_for, deep, error, target_of
+from test_runtime import BOTH, random_tree, words
+from test_views import COMPILED, RUNTIMES, begun, cache_for, check_same_bits, deep, error, target_of
 from truedraft import Refused, registry
 from truedraft.cli import main
 from truedraft.drafters._learned import Batch
 from truedraft.drafters.self_._drafter import SelfDrafter
 from truedraft.drafters.self_._neurons import Training
+from truedraft.runtime import weights
+from truedraft.runtime.panels import dequantised, panels
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.runtime.weights import Weight
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.views._neurons import highest
+from truedraft.views._together import Together
 from truedraft.views.deja_vu import DejaVu
+from truedraft.views.skip_layers import SkipLayers
 
 KEPT = 0.4
 LENGTHS = (13, 1, 6)  # of prompts; behind the second nothing is committed
@@ -175,6 +180,46 @@ def test_text_is_the_model_s_own(runtime: str) -> None:
         fast = truedraft.accelerate(model, draft=draft, control="fixed", runtime=runtime)
         assert torch.equal(fast.generate(**inputs, max_new_tokens=20, do_sample=False), plain)
         assert accepted is None or fast.report().acceptance_rate == accepted
+
+
+@COMPILED
+@BOTH
+@pytest.mark.parametrize("group", [1, 16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "jais2"])
+def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, group: int, dtype: torch.dtype) -> None:
+    """The weights that other nodes need are read with its own, and add zeros."""
+    model = deep(architecture, dtype)
+    check_same_bits(model, DejaVu(predictors_of(model, group), KEPT))
+
+
+@COMPILED
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_groups_of_sixteen_are_read_in_fewer_bits(bits: str) -> None:
+    """By rounded weights in the masked model; single neurons are refused."""
+    model = deep("llama", torch.float32)
+    rounded, name = copy.deepcopy(model), bits + "-self"
+    predictors, tree = predictors_of(model, 16), random_tree(random.Random(1), 7, 12)
+    for linear in (m for m in rounded.modules() if isinstance(m, nn.Linear)):
+        linear.weight.data = dequantised(panels(weights.rounded(Weight(linear.weight.data, None, None), int(bits[3:]))))
+    view = Together((DejaVu(predictors, KEPT), registry.load("views", name)))
+    scores = begun(DecoderTarget(model, strict=True), [[7]]).score([tree], view).logits[0]
+    plain = masked(rounded, predictors)
+    for node in range(len(tree)):
+        with torch.no_grad():
+            logits = plain(torch.tensor([[tree.tokens[i] for i in tree.path(node)]])).logits[0, -1]
+        assert error(scores[node], logits) < 1e-3
+    with pytest.raises(Refused, match=r"neurons that are chosen by 1 are read .* as they are, not in \d bits"):
+        DecoderTarget(model).check_view(Together((DejaVu(predictors_of(model)), registry.load("views", name))))
+
+
+@COMPILED
+def test_halves_of_layers_are_skipped_beside() -> None:
+    """The predictor reads the input of its layer, whatever of that runs."""
+    model = deep("llama", torch.float32)
+    predictors, tree = predictors_of(model), random_tree(random.Random(1), 7, 12)
+    views = Together((DejaVu(predictors, KEPT), SkipLayers("1a;2f;3")))
+    mine, stock = (begun(target_of(model, r), [[7]]).score([tree], views).logits for r in ("auto", "stock"))
+    assert error(mine, stock) < 1e-3
 
 
 def test_the_share_counts_the_neurons_that_run() -> None:

@@ -1,9 +1,9 @@
 """The operations of a compiled pass that runs some of the neurons of feed-forwards, as each node's token needs them.
 
 A predictor's operations come before those of its layer. Activations that a node does not choose are zero; weights that
-no node of the pass chooses are not read: rows of the first linear layers, where the model keeps them or in panels, if
-these are chosen whole, or if it has them in columns (`panels.py`); and columns of the last one in panels, as many as share a line of memory (one of
-fp32, two of bf16). A node's result does not depend on the other nodes.
+no node of the pass chooses are not read: rows of the first linear layers, where the model keeps them, or by panels
+(`panels.py`) where these are chosen whole, and of GPT-2, which keeps columns; and columns of the last one in panels, as
+many as share a line of memory (one of fp32, two of bf16). A node's result does not depend on the other nodes.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class DejaVu(View):
         idea="The model drafts for itself with the neurons that a small network predicts for each token.",
         family="self-drafting",
         needs=("training",),
+        cannot={"encoder-decoder": "its predictors are of a decoder language model's layers"},
         published="OPT 175B, ReLU: over 2x lower latency than FasterTransformer on GPUs, alone, no loss.",
     )
     learner = Training

@@ -25,7 +25,6 @@ from truedraft.views._neurons import PANEL, Neurons, Predictors, highest
 
 NAME = "deja-vu"
 DRAFTED = 8  # tokens of a draft that an evaluation supposes
-OF_DECODERS = {"encoder-decoder": "its predictors are of a decoder language model's layers"}
 
 
 @dataclass
@@ -42,8 +41,8 @@ class Training(Learner):
     share: float = knob(0.25, 0, 1, open=True)  # of a layer's groups that are positive
 
     def begin(self, model: PreTrainedModel) -> None:
-        if why := OF_DECODERS.get(family_of(model.config)):
-            raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
+        if family_of(model.config) != "decoder":
+            raise Refused(f"{type(model).__name__} is no decoder language model: {NAME} predicts for the layers of one")
         if self.rank % 16:
             raise Refused(f"{NAME}:rank={self.rank}: give a multiple of sixteen")
         if PANEL % self.group:
