@@ -13,6 +13,9 @@ threshold, the share, the quality of the view alone, and the tokens per pass of 
 long: the same model behind a prompt of 16,384 tokens, wired so that every draft is right: what views save at best.
 lossy: `nano`, as it is and stretched to passes of 0.1 B, generating under views: the perplexity of the second halves of
 texts, the agreement with the whole model there, and the speed over it. It needs a file of stories (--texts).
+neurons: the same of `deja-vu`, with predictors that were trained for `nano` (--predictors), and its tokens per pass on
+stories and edits, drafts of 8 tokens.
+neuron-passes: as passes, of neurons that untrained predictors choose, singly or by sixteen.
 text: `nano` stretched to passes of 0.1 B and 0.5 B. Its further layers add nothing, so that bits are measured there and
 skipped layers are not: those would be free.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +48,9 @@ from truedraft.bench.sizes import SIZES
 from truedraft.bench.stretched import stretched
 from truedraft.bench.workloads import Item, Workload, embedded
 from truedraft.calibrating import TextEvaluator
+from truedraft.drafters._learned import save_learnt
 from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.drafters.self_._neurons import Training
 from truedraft.files import write_whole
 from truedraft.loading import load
 from truedraft.runtime.rounded_entries import CHUNK
@@ -59,6 +65,7 @@ PASSES = (
     "skip-layers:layers=4-7f", "ffn-skipllm:layers=3-7,similarity=0.01,share=0.33",
     "ffn-skipllm:layers=3-7,similarity=1.0,share=0.0",
 )  # fmt: skip
+KEPT = (0.5, 0.25)  # of the neurons
 BITS = ("int8-self", "int4-self")
 ENTRIES = (
     "window-kv", "sparse-to-dense", "int8-kv", "int4-kv", "int8-self", "window-kv+int8-self", "int8-self+int8-kv",
@@ -262,6 +269,38 @@ def lossy(size: str, specs: Sequence[str], args: argparse.Namespace) -> list[dic
     ]  # fmt: skip
 
 
+def neurons(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Text of `nano` under `deja-vu` and of drafts by it."""
+    specs = [f"deja-vu:{args.predictors},kept={kept}" for kept in (0.75, *KEPT)]
+    model, tokenizer = load("nano", "float32")
+    target, rows = hosted(model), lossy("", specs, args)
+    for spec, row in zip(specs, rows[1:], strict=True):
+        row |= {"kept": view_of(spec).kept, "share": target.share(view_of(spec)), "view": "deja-vu"}  # type: ignore[attr-defined]
+        fast = truedraft.accelerate(model, draft=f"{spec},depth={DEPTH},nodes={DEPTH}", control="fixed")
+        for load_ in (one for one in embedded() if one.name in ("story", "edit")):
+            emitted = made = 0
+            for item in load_.items:
+                ids = tokenizer(item.text, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+                fast.generate(ids, max_new_tokens=args.tokens, do_sample=False)
+                emitted, made = emitted + fast.report().tokens, made + fast.report().row_passes
+            row[load_.name] = emitted / made
+    rows[0] |= {"kept": 1.0, "share": 1.0, "story": None, "edit": None}
+    return rows
+
+
+def neuron_passes(dtype: str, rounds: int) -> list[dict[str, Any]]:
+    """Passes of width 1 in which predictors of rank 64, untrained, choose neurons."""
+    rows = []
+    for group in (1, 16):
+        with tempfile.TemporaryDirectory() as folder:
+            model, learner = llama(BEHIND + 64).to(getattr(torch, DTYPES[dtype])), Training(group=group)
+            learner.begin(model)
+            save_learnt(Path(folder), learner.name, learner.module, model, learner.config())
+            found = passes(dtype, BEHIND, [f"deja-vu:{folder},kept={kept}" for kept in KEPT], rounds)
+        rows += [{**row, "view": "deja-vu", "group": group, "kept": k} for k, row in zip(KEPT, found, strict=True)]
+    return rows
+
+
 def drawn(rows: list[dict[str, Any]]) -> str:
     """Acceptance, agreement and loss by the share of layers skipped."""
     whole = [
@@ -307,7 +346,8 @@ def shown(console: Console, title: str, rows: list[dict[str, Any]], names: tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["passes", "acceptance", "sparing", "long", "text"])
-    parser.add_argument("--texts", type=Path, help="of the part lossy: a file of stories")
+    parser.add_argument("--texts", type=Path, help="of the parts lossy and neurons: a file of stories")
+    parser.add_argument("--predictors", type=Path, help="of the part neurons: a folder of `truedraft train deja-vu`")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES["nano"]))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -344,6 +384,13 @@ def main() -> None:
         found["lossy"] = [row for size, specs in (("", LAYERS), ("0.1B", CACHE)) for row in lossy(size, specs, args)]
         names = ("size", "view", "perplexity", "agreement", "tokens", "behind", "over_whole")
         shown(console, "Lossy", found["lossy"], names)
+    if "neurons" in args.parts:
+        found["neurons"] = neurons(args)
+        shown(console, "Neurons", found["neurons"], ("kept", "share", "perplexity", "agreement", "story", "edit"))
+    if "neuron-passes" in args.parts:
+        found["neuron-passes"] = [row for dtype in args.dtypes for row in neuron_passes(dtype, 5 * args.rounds)]
+        names = ("dtype", "group", "kept", "floor", "ratio", "seconds")
+        shown(console, "Passes over neurons", found["neuron-passes"], names)
     if "text" in args.parts:
         found["text"] = [row for size in args.sizes for dtype in args.dtypes for row in text(size, dtype, args)]
         names = ("size", "dtype", "workload", "side", "differs", "against_no_drafts", "mean_acceptance_length")

@@ -15,7 +15,7 @@ import truedraft
 from drafters_for_tests import HiddenReader, Noise, Oracle, ProbeReader, Sampler, SelfDrafter
 from models import V, ragged, sibling, tiny
 from remote_code import relu_routed, supernet
-from truedraft import Drafter, DraftTree, registry
+from truedraft import Drafter, DraftTree, Refused, registry
 from truedraft.drafters._compose import compose
 from truedraft.drafters.heads._mtp import MtpHead
 from truedraft.drafters.heads._unroll import layer_like
@@ -27,6 +27,7 @@ from truedraft.serve.processors import OutputPenalties
 from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 from truedraft.views._base import Experts
+from truedraft.views._neurons import Predictors
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
@@ -180,8 +181,12 @@ def drafter(
             pytest.skip(f"{name}: the compiled pass was not built on this machine")
         if "experts" in needs_of(base) and not shares(model, Experts(1)):
             pytest.skip(f"{base}: {type(model).__name__} has no experts")
-        calibrated = "calibration" in registry.method("views", base).card.needs
-        found = FEW.get(base, {"layers": "1a"} if calibrated else {})
+        needs, cannot = registry.method("views", base).card.needs, registry.method("views", base).card.cannot
+        if model.config.is_encoder_decoder and "encoder-decoder" in cannot:
+            pytest.skip(f"{base}: {cannot['encoder-decoder']}")
+        found = FEW.get(base, {"layers": "1a"} if "calibration" in needs else {})
+        if "training" in needs:
+            other = {"model": predictors_of(model, turn(name, (1, 16))[0]), **other}
         return registry.load("drafters", base, **{**knobs, **found, **other})
     method = registry.method("drafters", base)
     if why := method.card.cannot.get("encoder-decoder" if model.config.is_encoder_decoder else "decoder"):
@@ -224,6 +229,18 @@ def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return MtpHead(record, model)
+
+
+def predictors_of(model: PreTrainedModel, group: int = 1) -> Predictors:
+    """Untrained predictors of the neurons of a model; where these cannot be chosen, of some other."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        learner = registry.method("views", "deja-vu").learner(rank=16, group=group)
+        try:
+            learner.begin(model)
+        except Refused:
+            return Predictors(16, [1], 1, 16)
+        return learner.module.requires_grad_(False)
 
 
 @cache

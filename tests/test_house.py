@@ -87,7 +87,8 @@ ALLOWED = {
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},
-    "views": {"tree", "card", "errors", "files", "views"},
+    # drafters: the contract of what is learned, and checkpoints of it
+    "views": {"tree", "card", "errors", "files", "views", "drafters"},
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
     # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call

@@ -19,6 +19,7 @@ from arrivals import run_events
 from faults import Fault, replaced, unchecked
 from models import ragged, tiny
 from nets import RULES, drafter, eos_inside, node_net, text_net
+from test_deja_vu import check_against_masked
 from test_eesd import check_drafts as check_exits
 from test_reviewing import SKIPPING, check_drafts
 from test_view_bits import check_against_rounded
@@ -38,16 +39,18 @@ from truedraft.drafters.heads._exits import ExitReader, FirstLayers
 from truedraft.engine import Cohort, Engine
 from truedraft.runtime import native
 from truedraft.runtime.halves import Halves
-from truedraft.runtime.native import OpKind
+from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.program import Program
 from truedraft.runtime.rounded import RoundedOps
 from truedraft.runtime.skipping import SkippableLayers
+from truedraft.runtime.sparse_ops import SparseOps
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Row
 from truedraft.tree_shape import TreeShape
 from truedraft.views._base import Reduction
+from truedraft.views._neurons import Neurons
 
 Net = Callable[[], Any]
 
@@ -168,6 +171,15 @@ def without_halves() -> None:
 def rounded_weights() -> None:
     need_compiled()
     check_against_rounded(deep("llama", torch.float32), "int8")
+
+
+def chosen_neurons() -> None:
+    need_compiled()
+    check_against_masked(DecoderTarget(deep("llama", torch.float32)), 1e-3)
+
+
+def chosen_neurons_by_its_own_forward() -> None:
+    check_against_masked(DecoderTarget(deep("llama", torch.float32), "stock"), 1e-3)
 
 
 def chosen_entries() -> None:
@@ -343,6 +355,19 @@ def one_too_far(self: ViewReader, tree: GrowingTree, nodes: Sequence[int]) -> li
     return [min(place + 1, len(self._paths[id(tree)].tree) - 1) if i else place for i, place in enumerate(places)]
 
 
+true_entering, true_chosen = SparseOps.entering, Neurons.chosen
+
+
+def entering_later(self: SparseOps, at: int, buffer: int, whole: frozenset[int]) -> list[Op]:
+    starts = [self._program.ops_of(layer).start for layer in self._first]
+    ends = [self._program.ops_of(layer).stop - 1 for layer in self._first]
+    return true_entering(self, starts[ends.index(at)], buffer, whole) if at in ends else []
+
+
+def chosen_by_the_first(self: Neurons, layer: int, states: Tensor) -> Tensor:
+    return true_chosen(self, layer, states[:, :1]).expand(*states.shape[:-1], -1)
+
+
 MUTANTS: dict[str, tuple[Fault, Net]] = {
     "lost tree mask": (reshaped(lambda s: masked(s, torch.eye(len(s.depth), dtype=torch.bool))), nodes),
     "tree attended to as a chain": (reshaped(lambda s: masked(s, torch.ones_like(s.mask).tril())), nodes),
@@ -388,6 +413,12 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "weights of a view not rounded": (
         replaced(RoundedOps, "ops", property(lambda self: list(self.whole.ops))),
         rounded_weights,
+    ),
+    "neurons of a view not left out": (replaced(SparseOps, "over", lambda self, at, op, buffer: op), chosen_neurons),
+    "neurons chosen by a later state": (replaced(SparseOps, "entering", entering_later), chosen_neurons),
+    "neurons chosen by the first node's token": (
+        replaced(Neurons, "chosen", chosen_by_the_first),
+        chosen_neurons_by_its_own_forward,
     ),
     "places of chosen entries as positions": (replaced(SubsetCache, "follow", followed_by_place), chosen_entries),
     "ring of recent entries not followed": (replaced(SubsetCache, "_copy", lambda *_: None), chosen_entries),

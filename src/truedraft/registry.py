@@ -329,7 +329,7 @@ def _of_view(side: str) -> bool:
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the knobs of `name:knob=value,knob=value`; of a drafter with a model also `name:MODEL,knob=value`.
+    """The name and the knobs of `name:knob=value,knob=value`; of one with a model also `name:MODEL,knob=value`.
 
     Raises:
         Refused: the spec has another form.
@@ -353,9 +353,10 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def _has_model(name: str) -> bool:
-    """Whether a drafter has a draft model or a checkpoint."""
+    """Whether a drafter has a draft model or a checkpoint, or a view has one."""
     name = presets("drafters").get(name, (name, {}))[0]
-    return name in _files("drafters") and "model" in signature(declared(_files("drafters")[name]).knobs).parameters
+    module = (_files("drafters") | _files("views")).get(name)
+    return module is not None and "model" in signature(declared(module).knobs).parameters
 
 
 def built(cls: Any, name: str, spec: str, knobs: Mapping[str, Any]) -> Any:

@@ -138,6 +138,24 @@ def views(part: str) -> list[str]:
             ],
             rows,
         )  # fmt: skip
+    if part == "neurons":
+        rows = [
+            [
+                f"{one['kept']:.0%}", f"{one['share']:.2f}",
+                *("" if one[text] is None else f"{one[text]:.2f}" for text in ("story", "edit")),
+                f"{one['agreement']:.1%}", f"{one['perplexity']:.2f}",
+            ]
+            for one in found
+        ]  # fmt: skip
+        columns = ["neurons", "share of weights", "story", "edit", "agreement alone", "perplexity alone"]
+        return _table(columns, rows)
+    if part == "neuron-passes":
+        by = {(one["group"], one["kept"], one["dtype"]): one for one in found}
+        rows = [
+            [str(n), f"{kept:.0%}", *(f"{by[n, kept, d]['ratio']:.3f} ({by[n, kept, d]['floor']:.3f})" for d in DTYPES)]
+            for n, kept in dict.fromkeys((one["group"], one["kept"]) for one in found)
+        ]
+        return _table(["neurons of a group", "that run", *DTYPES], rows)
     if part == "lossy":
         rows = [
             [

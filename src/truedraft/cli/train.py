@@ -131,10 +131,12 @@ def _placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
 def _learner(spec: str) -> Any:
     """The learner of a drafter, from its name and training knobs."""
     name, knobs = registry.parsed(spec)
-    name, _ = registry.presets("drafters").get(name, (name, {}))
-    learner = registry.method("drafters", name).learner
+    kind = "views" if registry.is_view(name) else "drafters"
+    name, _ = registry.presets(kind).get(name, (name, {}))
+    learner = registry.method(kind, name).learner
     if learner is None:
-        trainable = [n for n in registry.names("drafters") if registry.method("drafters", n).learner is not None]
+        every = [(kind, name) for kind in ("drafters", "views") for name in registry.names(kind)]
+        trainable = [name for kind, name in every if registry.method(kind, name).learner is not None]
         raise Refused(f"{name} has nothing to learn: train one of {', '.join(trainable)}")
     return registry.built(learner, f"the training of {name}", spec, knobs)
 

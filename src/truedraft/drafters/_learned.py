@@ -147,16 +147,26 @@ def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[s
     Raises:
         Refused: there is no checkpoint, it is damaged, or it was trained for another target.
     """
-    command = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
-    if not folder.is_dir():
-        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{command}` makes one)")
-    config, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
+    config, weights = read_weights(folder, name)
     stored, given = config.get("fingerprint"), fingerprint(model)
     if stored != given:
         raise Refused(
             f"{name}: {str(folder)!r} was trained for another model (a {config.get('target')}, fingerprint {stored}; "
             f"this is a {type(model).__name__}, {given}): train one for this model"
         )
+    return config, weights
+
+
+def read_weights(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As `read_learnt`, whatever the target that it was trained for.
+
+    Raises:
+        Refused: there is no checkpoint, or it is damaged.
+    """
+    command = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
+    if not folder.is_dir():
+        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{command}` makes one)")
+    config, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
     weights = {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
     return config, weights | {n: weights[n].view(torch.bfloat16).float() for n in config.get("bfloat16", ())}
 

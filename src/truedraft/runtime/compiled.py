@@ -31,7 +31,7 @@ from truedraft.runtime.rounded_entries import CHUNK, RoundedEntries, readable
 from truedraft.runtime.selecting import fitted, point
 from truedraft.runtime.skipping import check_own_keys
 from truedraft.runtime.tapping import layer_number, several_streams
-from truedraft.runtime.variants import Variants, copying
+from truedraft.runtime.variants import Variants
 from truedraft.runtime.weights import Copies, NotCompilable, padded_to_16
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, continued, joined
 from truedraft.views._base import WHOLE, Reduction, Rounded, View
@@ -69,7 +69,7 @@ class CompiledPass(Runner):
         attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
-        self._lists = Variants(self.program, type(self.model).__name__)
+        self._lists = Variants(self.program, self._compiled, type(self.model).__name__)
         self._reductions: dict[View, Reduction] = {}
         self._rounded: dict[int, RoundedOps] = {}  # by bits
         self._readable = {at for op, at in zip(self.program.ops, self.program.layers, strict=True) if readable(op)}
@@ -95,6 +95,7 @@ class CompiledPass(Runner):
             return
         p = self.program
         p.refresh()
+        self._lists.refresh()
         for rounded in self._rounded.values():
             rounded.refresh()
         for op, at in zip(p.ops, p.layers, strict=True):
@@ -198,7 +199,7 @@ class CompiledPass(Runner):
         for slot, (length, tree) in enumerate(zip(self.cache.cursor.lengths, trees, strict=True)):
             nodes.add_tree(slot, length, tree.cut(1))
         attending = [(op, at) for op, at in zip(p.ops, p.layers, strict=True) if op.kind == OpKind.ATTEND]
-        copies = (copying(p, names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
+        copies = (p.copying(names[op.src], len(names) + i) for i, (op, _) in enumerate(attending))
         ops: list[Op] = []
         for op in p.ops[: p.head_from]:
             ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
@@ -269,7 +270,8 @@ class CompiledPass(Runner):
         logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
         if (copies := self._whole.rounded.get(reduction.entries)) is not None:
             further["rounded"] = copies.lengths
-        out = [logits, *kept.values(), *before]
+        beside = [torch.zeros(len(nodes), padded_to_16(width)) for width in self._lists.widths(reduction)]
+        out = [logits, *kept.values(), *before, *beside]
         self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, out, further)
         if logits.shape[-1] > self._vocabulary:
             logits = logits[..., : self._vocabulary]

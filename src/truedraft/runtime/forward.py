@@ -222,7 +222,7 @@ class ForwardPass(Runner):
                 f"{type(self.model).__name__} cannot run under {view.name} by the {self.name}: weights or entries of "
                 "fewer bits need the compiled pass"
             )
-        if reduction.skips or reduction.output_head:
+        if reduction.skips or reduction.output_head or reduction.neurons:
             if self._skippable is None:
                 self._skippable = SkippableLayers(self.model, len(self.layer_types))
             self._skippable.check(reduction)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+ATTENTION, FEED_FORWARD = re.compile("attn|attention"), re.compile("mlp|feed_?forward|ffn|moe")  # names of modules
 
 
 def head_of(attention: Any) -> int:
@@ -43,6 +46,17 @@ def inner_size(config: Any) -> int:
 def outputs_of(layer: Any) -> int:
     """Number of outputs of a linear layer."""
     return layer.nf if type(layer) is Conv1D else layer.out_features
+
+
+def inputs_of(layer: Any) -> int:
+    """Number of inputs of a linear layer."""
+    return layer.nx if type(layer) is Conv1D else layer.in_features
+
+
+def feed_forward_linears(layer: nn.Module) -> list[nn.Module]:
+    """The linear layers of a decoder layer outside its attention."""
+    parts = [part for name, part in layer.named_children() if not ATTENTION.search(name)]
+    return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def eps_of(norm: Any) -> float:

@@ -201,6 +201,11 @@ class Program:
     def copy(self, src: str, dst: str, scale: float = 1.0) -> None:
         self.op(OpKind.SCALE, src=src, dst=dst, inner=self.widths[dst], scale=scale)
 
+    def copying(self, name: str, to: int) -> Op:
+        """An operation beside the program's, which copies a buffer to another."""
+        at = list(self.widths).index(name)
+        return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, scale=1.0, inner=self.widths[name])
+
     def clamp(self, name: str, most: float) -> None:
         self.op(OpKind.CLAMP, src=name, dst=name, inner=self.widths[name], cap=most)
 

@@ -9,10 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from truedraft.runtime.experts import shares
-from truedraft.runtime.skipping import ATTENTION, FEED_FORWARD, module_named
+from truedraft.runtime.modules import ATTENTION, FEED_FORWARD, feed_forward_linears
+from truedraft.runtime.skipping import module_named
 from truedraft.runtime.tapping import blocks_of
 from truedraft.runtime.weights import stored
 from truedraft.views._base import Reduction
+from truedraft.views._neurons import Neurons
 
 
 def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> float:
@@ -39,6 +41,9 @@ def weight_share(model: PreTrainedModel, layers: int, reduction: Reduction) -> f
             if i in reduction.spared
             for part in _left_out(block, False, True)
         )
+    if reduction.neurons is not None:
+        run = (i for i in range(len(blocks)) if i not in reduction.feed_forward)
+        left_out += sum(_not_chosen(blocks[i], reduction.neurons, i, lighter) for i in run)
     if reduction.output_head and head is not None:
         left_out += lighter(head)
     of_all, of_view = (of(model) - (0 if tied else of(embeddings)) for of in (whole, lighter))
@@ -51,6 +56,13 @@ def _left_out(block: nn.Module, attention: bool, feed_forward: bool) -> list[nn.
     halves = ((attention, ATTENTION), (feed_forward, FEED_FORWARD))
     found = [module_named(block, pattern) for skipped, pattern in halves if skipped]
     return [module for module in found if module is not None]
+
+
+def _not_chosen(block: nn.Module, neurons: Neurons, layer: int, lighter: _Bytes) -> float:
+    """Bytes of neurons of a layer that a pass over one node does not run, less those of their predictor."""
+    part = 1 - neurons.count(layer) / neurons.predictors.groups[layer]
+    predictor = _Bytes(0, {})(neurons.predictors.layers[layer])
+    return part * sum(map(lighter, feed_forward_linears(block))) - predictor
 
 
 @dataclass(frozen=True)

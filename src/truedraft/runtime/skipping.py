@@ -1,9 +1,9 @@
-"""Skips decoder layers in passes by the model's own forward."""
+"""Skips decoder layers and neurons in passes by the model's own forward."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,17 +15,19 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
 from truedraft.runtime.fingerprint import does_more
+from truedraft.runtime.modules import ATTENTION, FEED_FORWARD
 from truedraft.runtime.overrides import Override, overridden
 from truedraft.runtime.sparing import SparingForward
+from truedraft.runtime.sparse import Feeds, check_sizes
 from truedraft.runtime.tapping import CALL, blocks_of, given, one_token
 from truedraft.views._base import Reduction
 
-ATTENTION, FEED_FORWARD = re.compile("attn|attention"), re.compile("mlp|feed_?forward|ffn|moe")  # names of modules,
-BESIDE = re.compile("Norm|Dropout")  # except of these classes
+BESIDE = re.compile("Norm|Dropout")  # classes that are no half, whatever their names
 
 
 class SkippableLayers:
-    """The decoder layers of a model, some of which a pass may skip: these return their input hidden states.
+    """The decoder layers of a model, some of which a pass may skip: these return their input hidden states. Of others
+    it may run some of the neurons.
 
     A forward over one token checks that layers pass nothing but hidden states to each other, and which of them add
     their halves to these.
@@ -45,13 +47,16 @@ class SkippableLayers:
             raise self._refused("they are not found")
         check_own_keys(model)
         self._layers, self._head = layers, model.get_output_embeddings()
+        self._hidden: int = model.config.get_text_config(decoder=True).hidden_size
+        self._feeds: Feeds | None = None
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
         self._halves = [_Halves(layer) for layer in layers]
         self._values = self._observed(model)
 
     def check(self, reduction: Reduction) -> None:
-        """Raises Refused where it leaves out a half of a layer that does not add its halves to the hidden states."""
+        """Raises Refused where it leaves out a half of a layer that does not add its halves to the hidden states, or
+        neurons that are not those of plain feed-forwards, or not predicted for this model."""
         if bad := sorted(i for i in reduction.halves if not self._halves[i].added):
             raise Refused(
                 f"the halves of layers {bad} of {self._name} cannot be skipped: attention and feed-forward are not "
@@ -62,9 +67,12 @@ class SkippableLayers:
                 f"the feed-forwards of layers {bad} of {self._name} cannot be skipped by node: they are no "
                 "modules whose results are added to a hidden state that a module reads"
             )
+        if reduction.neurons is not None:
+            self._feeds = self._feeds or Feeds(self._layers, self._hidden, self._name)
+            check_sizes(reduction.neurons, self._hidden, self._feeds.sizes, self._name)
 
     def without(self, reduction: Reduction, whole: Tensor | None = None) -> AbstractContextManager[None]:
-        """Within the block, this thread's next call of the model leaves these layers, halves and output head out.
+        """Within the block, this thread's next call of the model leaves out what the reduction does.
 
         whole: (rows, width), of nodes that skip nothing by themselves; None for none.
         """
@@ -76,7 +84,10 @@ class SkippableLayers:
             forward = SparingForward(reduction.sparing.similarity, whole)
             for i in reduction.spared:
                 spared += forward.overrides(self._layers[i], *self._halves[i].spared)
-        return overridden([*skipped, *halves, *spared, *head])
+        neurons: Iterable[Override] = ()
+        if reduction.neurons is not None and self._feeds is not None:
+            neurons = self._feeds.without(reduction.neurons, reduction.feed_forward)
+        return overridden([*skipped, *halves, *spared, *head, *neurons])
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:

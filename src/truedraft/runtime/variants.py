@@ -12,32 +12,48 @@ from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.program import Program
 from truedraft.runtime.rounded_entries import RoundedEntries
 from truedraft.runtime.selecting import over
+from truedraft.runtime.sparse_ops import Compiled, SparseOps
 from truedraft.runtime.tapping import layer_number
 from truedraft.views._base import Reduction
+from truedraft.views._neurons import Neurons
 
 
 class Variants:
     """The lists of operations of one program.
 
     Args:
+        compiled: makes the same program of copies of weights, or of None of them where they are.
         name: of the model, for messages.
     """
 
-    def __init__(self, program: Program, name: str):
-        self.program, self._name = program, name
+    def __init__(self, program: Program, compiled: Compiled, name: str):
+        self.program, self._compiled, self._name = program, compiled, name
         self._halves: dict[int, Halves] = {}
+        self._sparse: dict[Neurons, SparseOps] = {}
 
     def check(self, reduction: Reduction) -> None:
-        """Raises Refused where the program cannot leave this out; see `Halves`."""
+        """Raises Refused where the program cannot leave this out; see `Halves` and `SparseOps`."""
         self._left_out(reduction)
         self._spared(reduction)
+        if (neurons := reduction.neurons) is not None and neurons not in self._sparse:
+            self._sparse[neurons] = SparseOps(self.program, self._compiled, neurons, self._name)
+
+    def widths(self, reduction: Reduction) -> tuple[int, ...]:
+        """Of the buffers that the choice of neurons needs, behind all others of a pass."""
+        return () if reduction.neurons is None else self._sparse[reduction.neurons].widths
+
+    def refresh(self) -> None:
+        """See `Program.refresh`."""
+        for sparse in self._sparse.values():
+            sparse.refresh()
 
     def ops(
         self, given: Sequence[Op], hidden: Sequence[int], reduction: Reduction, part: RowCache | RoundedEntries | None
     ) -> list[Op]:
         """The operations under a reduction.
 
-        Behind the program's buffers they use one for each of `hidden`, and one more where nodes skip feed-forwards.
+        Behind the program's buffers they use one for each of `hidden`, and one more where nodes skip feed-forwards, or
+        those in `widths`.
 
         Args:
             given: of the whole program, with the weights that are read.
@@ -48,12 +64,16 @@ class Variants:
         numbers = [layer_number(layer, len(p.outputs) - 1) for layer in hidden]
         first, last = {min(ops) for ops in spared}, {max(ops) for ops in spared}
         within, before = set().union(*spared), len(p.widths) + len(hidden)
+        sparse = None if reduction.neurons is None else self._sparse[reduction.neurons]
         ops: list[Op] = []
         for i, op in enumerate(given):
+            if sparse is not None:
+                ops += sparse.entering(i, before, reduction.feed_forward)
+                op = sparse.over(i, op, before)
             if ops and (i in skipped or i in first):  # what would have waited is gone, or behind another operation
                 ops[-1] = _with(ops[-1], wait=1)
             if i in first:
-                ops.append(_with(copying(p, "x", before), spared=1))
+                ops.append(_with(p.copying("x", before), spared=1))
             if i not in skipped:
                 op = op if reduction.experts is None else fewer_in(op, reduction.experts)
                 op = op if part is None or p.layers[i] < 0 else over(op, p.layers[i], part)
@@ -61,7 +81,7 @@ class Variants:
             if i in last:
                 ops[-1].wait = 1
                 ops.append(self._spare(reduction, before))
-            ops += [copying(p, "x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
+            ops += [p.copying("x", len(p.widths) + k) for k, n in enumerate(numbers) if n >= 0 and p.outputs[n] == i]
         for k, number in enumerate(numbers):
             if number == -1:  # after the final norm, for all nodes
                 norm = Op.from_buffer_copy(p.ops[p.head_from + 1])
@@ -108,12 +128,6 @@ class Variants:
         if layer not in self._halves:
             self._halves[layer] = Halves(self.program, layer, self._name)
         return self._halves[layer]
-
-
-def copying(p: Program, name: str, to: int) -> Op:
-    """An operation that copies a buffer of the program to the `to`-th."""
-    at = list(p.widths).index(name)
-    return Op(kind=OpKind.SCALE, wait=1, src=at, other=at, dst=to, narrow=0, scale=1.0, inner=p.widths[name])
 
 
 def _with(op: Op, **fields: int) -> Op:

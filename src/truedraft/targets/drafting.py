@@ -44,9 +44,10 @@ class ViewPasses:
         return len(self.layer_types)
 
     def check_view(self, view: View) -> None:
-        self.runner.reduced(view)
         if (found := view.fingerprint) is not None and found != (given := self._fingerprint):
-            raise Refused(f"{view.name} was calibrated on another model ({found}; this is {given}): calibrate it again")
+            done, again = ("calibrated", "calibrate") if view.learner is None else ("trained", "train")
+            raise Refused(f"{view.name} was {done} on another model ({found}; this is {given}): {again} it again")
+        self.runner.reduced(view)
 
     @cached_property
     def _fingerprint(self) -> str:

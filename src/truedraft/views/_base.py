@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from truedraft.card import Card, method_name
 from truedraft.errors import Refused
 from truedraft.tree import Taps
+from truedraft.views._neurons import PANEL, Neurons
 
 NONE: frozenset[int] = frozenset()
 BITS = {"int8": 8, "int4": 4}
@@ -98,6 +99,7 @@ class Reduction:
     experts: those of mixtures that run; None for all that a token is given.
     output_head: whether the output head is left out; of a pass there are hidden states then, and its logits are empty.
     sparing: what nodes skip by their own hidden states; None for nothing.
+    neurons: of feed-forwards that run, for each node by itself; None for all.
     """
 
     attention: frozenset[int] = NONE
@@ -107,6 +109,16 @@ class Reduction:
     experts: Experts | None = None
     output_head: bool = False
     sparing: Sparing | None = None
+    neurons: Neurons | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits and self.neurons is not None and self.neurons.predictors.size < PANEL:
+            raise Refused(
+                f"neurons that are chosen by {self.neurons.predictors.size} are read from weights as they are, not in "
+                f"{self.bits} bits: train predictors of groups of {PANEL} (deja-vu:group={PANEL})"
+            )
+        if self.sparing and self.neurons is not None:
+            raise Refused(f"one view skips feed-forwards by node ({self.sparing}), another some neurons: use one")
 
     @property
     def layers(self) -> frozenset[int]:
@@ -132,12 +144,14 @@ class Reduction:
         """Without what either leaves out.
 
         Raises:
-            Refused: both say what is read of the KV cache, or which feed-forwards nodes skip.
+            Refused: both say what is read of the KV cache, which feed-forwards nodes skip, or which neurons run.
         """
         if self.entries is not None and other.entries is not None:
             raise Refused(f"two views say what is read of the KV cache ({self.entries}; {other.entries}): use one")
         if self.sparing and other.sparing:
             raise Refused(f"two views skip feed-forwards by node ({self.sparing}; {other.sparing}): use one")
+        if self.neurons is not None and other.neurons is not None:
+            raise Refused(f"two views say which neurons run ({self.neurons}; {other.neurons}): use one")
         return Reduction(
             self.attention | other.attention,
             self.feed_forward | other.feed_forward,
@@ -146,6 +160,7 @@ class Reduction:
             self.experts.joined(other.experts) if self.experts and other.experts else self.experts or other.experts,
             self.output_head or other.output_head,
             self.sparing or other.sparing,
+            self.neurons or other.neurons,
         )
 
 
@@ -163,11 +178,13 @@ class View:
     of the whole model. Equal views must behave alike.
 
     fingerprint: of the target that it was calibrated on; None where it serves any.
+    learner: its training (a `Learner`), if it is trained (`truedraft train`).
     taps: what passes under it yield besides logits. Hidden states are numbered as in the whole model; the state behind
         a layer that is skipped is the one before it.
     """
 
     card: ClassVar[Card] = Card(paper="none", idea="The whole model.", family="none")
+    learner: ClassVar[Any] = None
     fingerprint: str | None = None
     taps: Taps = Taps()
 

@@ -60,6 +60,7 @@ class OpKind(enum.IntEnum):
     MATCH = 33
     EXCEED = 34
     SPARE = 35
+    CHOOSE = 36
 
 
 class Failure(enum.IntEnum):

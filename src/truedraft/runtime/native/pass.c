@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #endif
 #include "team.inc"
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16 };
 enum { KEYS = 64, MANY = 16, ROUNDED = 128, TOGETHER = 8, MOST_ROUNDED = 512, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
@@ -190,6 +190,9 @@ typedef struct {
   const float *sums;
   int64_t groups; /* 0 for weights without scales */
   int shift, half;
+  const int32_t *chosen; /* in panels: the steps that are read, in order, and SOONER_STEPS to be fetched; or NULL for all */
+  int64_t count;         /* of steps that are read */
+  const char *next;      /* in rows: what is fetched meanwhile, or NULL for the rows that follow */
 } Factors;
 
 /* Those of panels from row r on, and of nodes from m on. */
@@ -439,7 +442,7 @@ static int units;     /* where the model computes in bf16, products by the instr
 enum Kind {
   EMBED, RMS_NORM, LAYER_NORM, LINEAR, GATED, ACTIVATE, PREPARE, ATTEND, ADD, SCALE, CAP, GATHER,
   ROUTE, PLAN, DEAL, COMBINE, CROSS, CLAMP, COLUMNS, GLU, XIELU, MULTIPLY, GATE, CONVOLVE, RATES, RECUR, GATED_NORM,
-  PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED, SPARE
+  PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED, SPARE, CHOOSE
 };
 
 typedef struct {
@@ -469,7 +472,10 @@ typedef struct {
                                                     0 where it has all: the others are in `offsets`, not to be scaled,
                                                     or where that is NULL the first stands for them;
                                                     ROUTE: groups of experts, those kept, experts that a group is
-                                                    judged by */
+                                                    judged by; CHOOSE: heads scores, and kv_heads of them are chosen;
+                                                    LINEAR, GATED: nodes choose among `heads` groups of inputs, or
+                                                    kv_heads of outputs, of `step` each, by the marks in `other`; 0
+                                                    where all run */
   int64_t step;                         /* PREPARE, ATTEND: from head to head in the rows of q ...; RECUR: size of values;
                                            GATE: from head to head in the row of the gates, the first at k_at; 1 where
                                            each has one; PICK: from part to part of src, from k_at on, to v_at of dst */
@@ -700,6 +706,8 @@ typedef struct {
   uint32_t *keys;
   bf16 *x;
   float *sums;
+  int32_t *chosen;                      /* see Factors */
+  int64_t count;
   const Op *op;
   int64_t first;
 } Worker;
@@ -714,13 +722,19 @@ IN int in_bf16(const Op *op) {
 /* Rows of the weights in a task. */
 IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
 
-/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y. */
+/* One product: rows [first, first + rows) of the weights over the nodes at x; (nodes, BROAD) in y.
+ *
+ * next: rows that follow, as far from the first, where nodes choose them; or 0. */
 AVX2 IN void product(const Op *op, const void *weight, const void *scales, const void *offsets, const Worker *worker,
-                     const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, float *y) {
+                     const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, int64_t next, float *y) {
   const int64_t columns = columns_of[op->form], row = (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
-  const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half}, part = part_of(&whole, first, 0);
+  const char *w = (const char *)weight + first * row;
+  const int chosen = op->kind == LINEAR && op->heads && op->form >= PANELS;
+  const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half,
+                         chosen ? worker->chosen : NULL, worker->count, next ? w + next * row : NULL};
+  const Factors part = part_of(&whole, first, 0);
   const Linear multiply = in_bf16(op) ? by_units[op->form] : linears[op->form];
-  multiply(x, ldx, nodes, (const char *)weight + first * row, rows, op->in, y, BROAD, &part);
+  multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
       for (int64_t r = 0; r < rows; r += L)
@@ -738,7 +752,16 @@ AVX2 static void group_sums(const float *x, int64_t width, int64_t groups, float
   }
 }
 
-/* Brings the nodes of an operation from m0 on to where its products read them: in bf16, with the sums of groups. */
+/* Whether one of the nodes from m0 on chooses one of the inputs or outputs [first, last) of an operation. */
+IN int any_chooses(const Op *op, const Pass *pass, int64_t m0, int64_t nodes, int64_t first, int64_t last) {
+  for (int64_t m = 0; m < nodes; m++)
+    for (int64_t group = first / op->step; group * op->step < last; group++)
+      if (ROW(op->other, m0 + m)[group]) return 1;
+  return 0;
+}
+
+/* Brings the nodes of an operation from m0 on to where its products read them: in bf16, with the sums of groups; and notes
+ * the inputs that they choose. */
 static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t nodes, Worker *worker) {
   if (worker->op == op && worker->first == m0) return;
   for (int64_t m = 0; m < nodes; m++) {
@@ -746,11 +769,45 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
     if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * padded_to_32(op->in));
     if (op->offsets) group_sums(x, op->in, op->groups, worker->sums + m * op->groups);
   }
+  if (op->kind == LINEAR && op->heads && op->form >= PANELS) {
+    const int64_t columns = columns_of[op->form], steps = op->in / columns;
+    worker->count = 0;
+    for (int64_t step = 0; step < steps; step++)
+      if (any_chooses(op, pass, m0, nodes, step * columns, (step + 1) * columns)) worker->chosen[worker->count++] = (int32_t)step;
+    for (int64_t i = 0; i < SOONER_STEPS; i++) /* in the next panels */
+      worker->chosen[worker->count + i] = worker->count ? worker->chosen[i % worker->count] + (int32_t)(BROAD / PANEL * steps) : 0;
+  }
   worker->op = op;
   worker->first = m0;
 }
 
-/* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product. */
+/* The products of rows [first, first + rows) that one of the nodes chooses, as far as these lie apart in memory; others are
+ * zero. */
+AVX2 static void chosen_rows(const Op *op, const Pass *pass, const Worker *worker, const void *x, int64_t ldx, int64_t m0,
+                             int64_t nodes, int64_t first, int64_t rows, float *one, float *two) {
+  const int64_t unit = op->form >= PANELS ? PANEL : op->form == INT8 ? L : op->step, last = first + rows;
+  memset(one, 0, sizeof(float) * (size_t)(nodes * BROAD));
+  if (op->kind == GATED) memset(two, 0, sizeof(float) * (size_t)(nodes * BROAD));
+#define CHOSEN(r) any_chooses(op, pass, m0, nodes, r, (r) + unit < last ? (r) + unit : last)
+  int64_t r = first;
+  while (r < last && !CHOSEN(r)) r += unit - r % unit;
+  while (r < last) {
+    int64_t end = r, next;
+    do end += unit - end % unit;
+    while (end < last && CHOSEN(end));
+    if (end > last) end = last;
+    for (next = end; next < last && !CHOSEN(next);) next += unit - next % unit;
+    product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, r, end - r, next - r, one + r - first);
+    if (op->kind == GATED)
+      product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, r, end - r, next - r,
+              two + r - first);
+    r = next;
+  }
+#undef CHOSEN
+}
+
+/* Rows [first, first + rows) of an expert's weights over the nodes [m0, m0 + nodes), with what follows the product; zeros
+ * where a node does not choose them. */
 AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t first, int64_t rows, int64_t m0,
                         int64_t nodes, Worker *worker) {
   const void *x = ROW(op->src, m0);
@@ -763,9 +820,13 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
     ldx = padded_to_32(op->in);
     x = worker->x;
   }
-  product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, at, rows, one);
-  if (op->kind == GATED)
-    product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, two);
+  if (op->kv_heads) {
+    chosen_rows(op, pass, worker, x, ldx, m0, nodes, first, rows, one, two);
+  } else {
+    product(op, op->weight, op->scales, op->offsets, worker, x, ldx, nodes, at, rows, 0, one);
+    if (op->kind == GATED)
+      product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, 0, two);
+  }
   for (int64_t m = 0; m < nodes; m++) {
     float *y = dst + m * ldy;
     for (int64_t r = 0; r < rows; r += L) {
@@ -790,7 +851,9 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
         _mm256_maskstore_ps(y + r, kept, v);
       }
     }
-  }
+  }  for (int64_t m = m0; op->kv_heads && m < m0 + nodes; m++)
+    for (int64_t i = first; i < first + rows; i++)
+      if (!ROW(op->other, m)[i / op->step]) ROW(op->dst, m)[i] = 0.0f;
 }
 
 /* y (nodes, WIDE) += x (nodes, in) times `deep` rows of weights (in, apart), `vectors` vectors of outputs. */
@@ -958,6 +1021,7 @@ AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, int64_t m
   one.kind = op->mode ? COLUMNS : LINEAR;
   one.weight = (const char *)op->weight + (head * op->apart + op->v_at) * width * bits_of[op->form] / 8;
   one.src = one.mode = 0;
+  one.heads = one.kv_heads = 0;
   one.dst = 1;
   one.apart = width;
   worker->op = NULL; /* another head's */
@@ -1422,6 +1486,32 @@ static void pick(const Op *op, const Pass *pass, int64_t node) {
   for (int64_t h = 0; h < op->heads; h++) memcpy(y + h * op->head, x + h * op->step, sizeof(float) * (size_t)op->head);
 }
 
+/* Marks the highest of a row of scores with 1, and the others with 0; of equal ones the first are. */
+static void choose(const Op *op, const float *scores, float *marks) {
+  const int64_t all = op->heads, wanted = op->kv_heads;
+  uint32_t least = 0; /* the highest number that so many scores reach, as integers in their order */
+  uint32_t *keys = (uint32_t *)marks;
+  for (int64_t i = 0; i < all; i++) {
+    const float score = scores[i] + 0.0f; /* -0 is 0 */
+    uint32_t u;
+    memcpy(&u, &score, 4);
+    u = u >> 31 ? ~u : u | 0x80000000u;
+    memcpy(keys + i, &u, 4);
+  }
+  for (int bit = 31; bit >= 0; bit--) {
+    const uint32_t tried = least | 1u << bit;
+    int64_t reach = 0;
+    for (int64_t i = 0; i < all; i++) reach += keys[i] >= tried;
+    if (reach >= wanted) least = tried;
+  }
+  int64_t equal = wanted;
+  for (int64_t i = 0; i < all; i++) equal -= keys[i] > least;
+  for (int64_t i = 0; i < all; i++) {
+    const uint32_t key = keys[i];
+    marks[i] = key > least || (key == least && equal-- > 0) ? 1.0f : 0.0f;
+  }
+}
+
 static int64_t tasks_of(const Op *op, const Pass *pass) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes;
   if (op->spared && all_spared(pass)) return 0;
@@ -1507,6 +1597,7 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case MATCH: match(op, ROW(op->src, task), ROW(op->other, task), ROW(op->dst, task)); return;
     case EXCEED: exceed(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case SPARE: spare(op, pass, task); return;
+    case CHOOSE: choose(op, ROW(op->src, task), ROW(op->dst, task)); return;
     default: elementwise(op, pass, task);
   }
 }
@@ -1525,14 +1616,14 @@ static int64_t reach_of(const Pass *pass) {
 
 /* The sizes of a worker's rooms, in numbers. */
 typedef struct {
-  size_t scores, queries, extras, keys, x, sums, vectors, states, holders, all;
+  size_t scores, queries, extras, keys, x, sums, chosen, vectors, states, holders, all;
 } Rooms;
 
 IN size_t whole_lines(int64_t numbers) { return (size_t)(numbers + 15) / 16 * 16; }
 
 static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t share) {
   const int64_t chunk = pass->nodes < CHUNK ? pass->nodes : CHUNK, queries = share * MANY;
-  int64_t head = 0, wide = 0, sums = 0;
+  int64_t head = 0, wide = 0, sums = 0, chosen = 0;
   for (int64_t i = 0; i < count; i++) {
     const int attends = ops[i].kind == ATTEND || ops[i].kind == CROSS;
     if (attends && key_size(ops + i) > head) head = key_size(ops + i);
@@ -1541,9 +1632,10 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
       wide = chunk * padded_to_32(ops[i].in);
     if (ops[i].offsets && chunk * ops[i].groups > sums) sums = chunk * ops[i].groups;
+    if (ops[i].kind == LINEAR && ops[i].heads && ops[i].in + SOONER_STEPS > chosen) chosen = ops[i].in + SOONER_STEPS;
   }
   Rooms r = {head ? whole_lines(queries * (pass->reach + 2 * PANEL)) : 0, whole_lines(queries * head),
-             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), whole_lines(sums), 0, 0, 0, 0};
+             head ? whole_lines(pass->longest) : 0, whole_lines(KEYS * head), whole_lines((wide + 1) / 2), whole_lines(sums), whole_lines(chosen), 0, 0, 0, 0};
   int64_t nodes = 0, drafts = 0, size = 0;
   for (int64_t i = 0; i < pass->rows; i++) {
     const int64_t own = pass->row_from[i + 1] - pass->row_from[i], path = pass->path_from[i + 1] - pass->path_from[i];
@@ -1557,7 +1649,7 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     r.states = whole_lines((drafts + 1) * size * SLICE);
     r.holders = whole_lines(2 * (3 * drafts + 1)); /* of 64 bits */
   }
-  r.all = r.scores + r.queries + r.extras + r.keys + r.x + r.sums + r.vectors + r.states + r.holders;
+  r.all = r.scores + r.queries + r.extras + r.keys + r.x + r.sums + r.chosen + r.vectors + r.states + r.holders;
   return r;
 }
 
@@ -1581,7 +1673,8 @@ static void run_thread(void *given, int self, int threads) {
   worker.keys = (uint32_t *)(own += rooms->extras);
   worker.x = (bf16 *)(own += rooms->keys);
   worker.sums = own += rooms->x;
-  worker.vectors = own += rooms->sums;
+  worker.chosen = (int32_t *)(own += rooms->sums);
+  worker.vectors = own += rooms->chosen;
   worker.states = own += rooms->vectors;
   worker.holders = (int64_t *)(own += rooms->states);
   for (int64_t i = 0; i < run->count; i++) {
@@ -1645,6 +1738,16 @@ static int weights_fit(const Op *op) {
          (op->form < PANELS || op->apart % PANEL == 0) && groups_fit(op);
 }
 
+/* Whether the parts of the inputs or outputs that nodes choose are those of the weights. */
+static int chosen_fit(const Op *op, const Pass *pass, int64_t nodes) {
+  if (!op->heads && !op->kv_heads) return 1;
+  const int64_t parts = op->heads ? op->heads : op->kv_heads;
+  return !op->experts && !op->offsets && !(op->heads && op->kv_heads) && within(parts, 1, MOST / PANEL) &&
+         within(op->step, 1, PANEL) && parts * op->step == (op->heads ? op->in : op->out) &&
+         !(op->heads && (op->kind == GATED || op->in % columns_of[op->form])) && fits(pass, op->other, parts, nodes) &&
+         op->other != op->dst;
+}
+
 static int queries_fit(const Op *op) {
   return within(op->head, 1, MOST) && op->head % L == 0 && within(op->heads, 1, MOST / op->head) &&
          within(op->step, op->head, MOST / op->heads);
@@ -1702,7 +1805,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       if (!op->second || (op->scales && !op->second_scales)) return 0; /* fall through */
     case LINEAR:
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
-             (!op->experts || (top > 0 && op->apart > 0));
+             (!op->experts || (top > 0 && op->apart > 0)) && chosen_fit(op, pass, nodes);
     case COLUMNS:
       return op->weight && within(op->form, FLOAT, BFLOAT) && within(op->in, 1, MOST) && within(op->out, 1, MOST) &&
              op->out % L == 0 && within(op->apart, op->out, MOST) && fits(pass, op->src, op->in, dealt) &&
@@ -1774,6 +1877,9 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              op->head % L == 0 && fits(pass, op->src, op->heads * op->head, nodes) &&
              fits(pass, op->dst, op->kv_heads * op->head, nodes) &&
              (op->bias ? within(op->other, 0, pass->buffers - 1) : fits(pass, op->other, op->heads * op->kv_heads, nodes));
+    case CHOOSE:
+      return within(op->heads, 1, MOST) && within(op->kv_heads, 1, op->heads) && fits(pass, op->src, op->heads, nodes) &&
+             fits(pass, op->dst, op->heads, nodes) && op->src != op->dst;
     case SPARE:
     case EXCEED: return fits(pass, op->src, op->in, nodes) && fits(pass, op->dst, op->in, nodes);
     case MATCH:
@@ -1909,7 +2015,7 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
 int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int threads) {
   if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
   if (!x || !y || !within(nodes, 1, MOST)) return BAD_NODES;
-  if (op->kind != LINEAR || op->experts || op->src != 0 || op->dst != 1 || op->tail || op->spared || !weights_fit(op) || op->in % 16) return BAD_OP;
+  if (op->kind != LINEAR || op->experts || op->heads || op->kv_heads || op->src != 0 || op->dst != 1 || op->tail || op->spared || !weights_fit(op) || op->in % 16) return BAD_OP;
   float *buffer[2] = {(float *)x, y};
   const int64_t stride[2] = {op->in, op->out};
   const Pass pass = {.nodes = nodes, .buffer = buffer, .stride = stride};
