@@ -200,7 +200,9 @@ def ete(table: Table, state: State) -> dict[int, int]:
 
 
 def learn2pd(found: Filter) -> Rule:
-    first, second = ([*zip(w.weight.tolist(), w.bias.tolist(), strict=True)] for w in found.layers if hasattr(w, "bias"))
+    first, second = (
+        [*zip(w.weight.tolist(), w.bias.tolist(), strict=True)] for w in found.layers if hasattr(w, "bias")
+    )
 
     def layer(weights: Any, x: Sequence[float]) -> list[float]:
         return [bias + sum(w * value for w, value in zip(line, x, strict=True)) for line, bias in weights]
@@ -270,16 +272,16 @@ def steps(policy: Any, layout: Layout, seed: int) -> Iterator[tuple[CanvasRow, T
 def test_a_rule_fixes_what_its_publication_does(case: str) -> None:
     name, knobs, layout, rule = CASES[case]
     policy = registry.load("canvas.policies.lossy", name, **knobs)
-    several = state = None
+    state, counts = None, set[int]()
     for seed in range(25):
         for row, table, predictions in steps(policy, layout, seed):
             state = State(row) if row.step == 0 or state is None else state
             fixed = policy.choose(predictions, row)
             assert dict(fixed) == rule(table, state), (seed, row.step)
-            several = several or 1 < len(fixed) < len(predictions)
+            counts |= {len(fixed)} if len(predictions) > 4 else set()
             state.known.update(fixed)
             row.canvas.fix(fixed)
-    assert several, "a case in which some of several are fixed"
+    assert len(counts) > 1, "of several positions few are fixed, and more"
 
 
 def test_every_lossy_policy_has_a_case() -> None:
@@ -310,7 +312,7 @@ def explored(model: Any, prompt: Sequence[int], new: int, layout: Layout, thresh
     first end, and how many guesses were kept."""
     blocks = [list(block) for block in layout.blocks(len(prompt), new)]
     text = [*prompt, *[MASK] * (blocks[-1][-1] + 1 - len(prompt))]
-    unknown, guesses, kept = {i for i in range(len(prompt), len(text))}, [], 0
+    unknown, guesses, kept = set(range(len(prompt), len(text))), [], 0
 
     def first(masks: set[int]) -> int:
         return next(at for at, block in enumerate(blocks) if masks & {*block})
@@ -340,9 +342,9 @@ def explored(model: Any, prompt: Sequence[int], new: int, layout: Layout, thresh
             chosen = above or [max((i for i in found if i in block), key=lambda i: found[i][0])]
             alone = not fixed
             fixed |= {i: found[i][1] for i in chosen}
-            if not (alone and len(fixed) == 1 and [*fixed.items()][0] in guesses):
+            if not (alone and len(fixed) == 1 and next(iter(fixed.items())) in guesses):
                 break
-            best = 1 + guesses.index([*fixed.items()][0])
+            best = 1 + guesses.index(next(iter(fixed.items())))
         for i, token in fixed.items():
             text[i] = token
             unknown.discard(i)
@@ -363,9 +365,11 @@ def explored(model: Any, prompt: Sequence[int], new: int, layout: Layout, thresh
 @pytest.mark.parametrize("layout", [Layout(MASK, "whole", 8), Layout(MASK, "blocks", 4)], ids=["whole", "blocks"])
 def test_of_several_guesses_the_one_that_makes_most_confident_is_kept(layout: Layout, runtime: str) -> None:
     model, total = model_of(), 0
-    fast: Any = truedraft.accelerate(model, rule="lossy/ete:threshold=0.5", layout=layout, runtime=runtime)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    fast: Any = truedraft.accelerate(model, rule="lossy/ete", layout=layout, runtime=runtime)
     for prompt in ([7, 8, 9], [11, 40, 62, 31, 17, 80, 22, 9]):
-        text, kept = explored(model, prompt, 17, layout, 0.5)
+        text, kept = explored(model, prompt, 17, layout, 0.9)
         assert texts_of(fast.generate(torch.tensor([prompt]), max_new_tokens=17), len(prompt)) == [text]
         total += kept
     assert total > 0, "a guess was kept"
@@ -408,5 +412,5 @@ def test_a_filter_learns_which_predictions_are_final(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="blocks of up to 4 positions, and there are 8"):
         fast.generate(torch.tensor([prompts[0]]), max_new_tokens=12, block_length=8)
     (tmp_path / "filter").write_bytes(b"x" * 100)
-    with pytest.raises(Refused, match="damaged|not a"):
+    with pytest.raises(Refused, match="damaged"):
         Filter.read(tmp_path / "filter")

@@ -160,7 +160,7 @@ class CanvasRow:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a pass predicts at the masked positions of a block, and of later ones within the reach of a policy, n in all.
+    """What a pass predicts at the masked positions of a block and of later ones within the reach of a policy, n in all.
 
     positions: (n,) in order.
     logits: (n, V), warped.

@@ -2,8 +2,8 @@
 
 propose  later canvases of each row, by its latest predictions
 score    one pass over the rows' own canvases and these
-verify   from the row's own canvas on, or from one that the policy prefers, follow the steps of the policy for as long as they lead to canvases of this
-         pass; the last step leads beyond it, and its canvas is the row's next one
+verify   from the row's own canvas on, or one that the policy prefers, follow the steps of the policy for as long as
+         they lead to canvases of this pass; the last step leads beyond it, and its canvas is the row's next one
 commit   keys and values of blocks that are complete
 """
 
@@ -96,8 +96,8 @@ class CanvasEngine:
     def _verify(
         self, slot: int, row: CanvasRow, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor
     ) -> list[Fixed]:
-        """Follow the steps of the policy from the row's own canvas, or from the one it prefers; what is fixed beyond the
-        row's own after each.
+        """Follow the steps of the policy from the row's own canvas, or from one that it prefers; what is fixed beyond
+        the row's own after each.
 
         The row goes on from the last.
         """

@@ -68,7 +68,8 @@ def traces_of(model: Any, layout: Layout, prompts: Sequence[Sequence[int]], new:
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
     for prompt in prompts:
         recorder, rows = _Recorder(reference), list[CanvasRow]()
-        fast: Any = accelerate(model, draft=None, rule=recorder, layout=layout)
+        rule: Any = recorder
+        fast: Any = accelerate(model, draft=None, rule=rule, layout=layout)
         fast.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False, on_canvas=rows.extend)
         text = rows[-1].canvas.tokens
         steps += [_step(predictions, text, layout.block) for predictions in recorder.found[0]]

@@ -51,7 +51,9 @@ class Filter(nn.Module):
             made.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(why(error).split())
-            raise Refused(f"{str(path)!r} does not hold the filter that it describes ({reason}): train again") from error
+            raise Refused(
+                f"{str(path)!r} does not hold the filter that it describes ({reason}): train again"
+            ) from error
         return made.eval()
 
 

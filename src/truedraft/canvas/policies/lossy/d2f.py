@@ -1,8 +1,8 @@
 """D2F: several blocks are filled at a time, each beginning when the one before it has begun to fill.
 
 Every position of these blocks whose prediction exceeds a threshold is fixed. A block of which the one before is almost
-full has at least one position fixed per pass. The method also trains a model for it (`truedraft` does not train it): its
-later blocks are predicted behind masks, which other models have not learnt.
+full has at least one position fixed per pass. The method also trains a model for it, which is not done here: its later
+blocks are predicted behind masks, as other models have not learnt.
 
 Wang et al., "Diffusion LLMs Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing" (D2F), arXiv 2508.09192
 (2025), section 4, with the constants of its code.
@@ -35,8 +35,8 @@ class D2f(LossyPolicy):
     def begin(self, row: CanvasRow, layout: Layout) -> None:
         if layout.attention == "whole":
             raise Refused(
-                "lossy/d2f fills blocks that read earlier ones only, and this model attends to the whole canvas: choose "
-                "another policy, lossy/ete for several blocks at a time"
+                "lossy/d2f fills blocks that read earlier ones only, and this model attends to the whole canvas: "
+                "choose lossy/ete for several blocks at a time"
             )
 
     def reach(self, row: CanvasRow) -> int:

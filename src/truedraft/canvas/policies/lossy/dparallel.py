@@ -1,6 +1,6 @@
 """dParallel's decoding: every position whose prediction has a low entropy is fixed.
 
-The other half of the method trains a model to be certain of many positions at once (`truedraft` does not train it).
+The other half of the method trains a model to be certain of many positions at once, which is not done here.
 
 Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv 2509.26488 (2025).
 """

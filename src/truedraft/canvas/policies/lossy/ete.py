@@ -44,8 +44,8 @@ class Ete(LossyPolicy):
     def begin(self, row: CanvasRow, layout: Layout) -> None:
         if layout.attention == "blocks" and self.ahead > 1 and self.explored:
             raise Refused(
-                f"lossy/ete:ahead={self.ahead}: with attention in blocks, guesses are tried with at most one block ahead; "
-                "give ahead=1 or explored=0"
+                f"lossy/ete:ahead={self.ahead}: with attention in blocks, guesses are tried with at most one block "
+                "ahead; give ahead=1 or explored=0"
             )
 
     def reach(self, row: CanvasRow) -> int:

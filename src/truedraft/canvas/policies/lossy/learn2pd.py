@@ -32,8 +32,8 @@ class Learn2pd(LossyPolicy):
         idea="Fix the positions whose prediction a small trained filter takes for final.",
         family="trained",
         needs=("training",),
-        published="LLaDA 8B: up to 22.58 times on GSM8K with 1,024 tokens, 57.51 times with a cache; much of it by ending "
-        "texts early.",
+        published="LLaDA 8B: up to 22.58 times on GSM8K with 1,024 tokens, 57.51 times with a cache; much of it by "
+        "ending texts early.",
     )
     model: Any = None  # file of a trained filter, or a Filter
     threshold: float = knob(0.96, 0, 1)  # which the filter's probability must exceed (0.96)
@@ -42,8 +42,8 @@ class Learn2pd(LossyPolicy):
         longest = max(map(len, row.blocks))
         if longest > self.filter.block:
             raise Refused(
-                f"lossy/learn2pd: its filter reads blocks of up to {self.filter.block} positions, and there are {longest}: "
-                "give a smaller block_length, or train a filter for these"
+                f"lossy/learn2pd: its filter reads blocks of up to {self.filter.block} positions, and there are "
+                f"{longest}: give a smaller block_length, or train a filter for these"
             )
 
     @cached_property

@@ -2,7 +2,8 @@
 
 LLaDA 2.1 replaces known tokens as well; here what is known stays.
 
-Bie et al., "LLaDA2.0", arXiv 2512.15745 (2025), and "LLaDA2.1", arXiv 2602.08676 (2026), with the constants of its code.
+Bie et al., "LLaDA2.0", arXiv 2512.15745 (2025), and "LLaDA2.1", arXiv 2602.08676 (2026), with the constants of the code
+of the latter.
 """
 
 from __future__ import annotations
