@@ -91,9 +91,10 @@ ALLOWED = {
     "views": {"tree", "card", "errors", "files", "views", "drafters"},
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
-    # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call
+    # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call; stores: the
+    # format of files
     "canvas": {"canvas", "caches", "runtime", "targets", "errors", "card", "stats", "call", "standin"}
-    | {"stopwatch", "registry"},
+    | {"stopwatch", "registry", "stores"},
     "chains": {"tree"},
     "engine": {"tree", "chains", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
     "reading": {"tree", "request", "engine", "caches", "control", "targets", "runtime"},
@@ -112,8 +113,8 @@ ALLOWED = {
     "errors": set(),
     "files": {"errors"},
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
-    # runtime: the target's hidden states; bench: its plots
-    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench"},
+    # runtime: the target's hidden states; bench: its plots; canvas: filters of policies
+    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench", "canvas"},
     # runtime: the hidden states of given texts
     "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},

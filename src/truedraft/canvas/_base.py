@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
+from math import exp
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from truedraft.canvas.layout import Layout
 from truedraft.card import Card, Guarantee
 
 Fixed = frozenset[tuple[int, int]]  # positions with their tokens
@@ -80,6 +82,7 @@ class CanvasRow:
     new: most tokens behind the prompt.
     at: index of the block that is being filled; len(blocks) when all are.
     taken: what each step of the policy so far has fixed.
+    reach: index of the last block whose masks the next pass predicts; `at` where it is smaller.
     committed: tokens whose keys and values are kept.
     predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
         start of a block.
@@ -95,6 +98,7 @@ class CanvasRow:
     new: int
     at: int = 0
     taken: list[Fixed] = field(default_factory=list)
+    reach: int = 0
     committed: int = 0
     predictions: Predictions | None = None
     emitted: int = 0
@@ -117,21 +121,26 @@ class CanvasRow:
         return self.at == len(self.blocks) or self._ends(self.canvas.tokens[self.prompt : filled])
 
     def finishes(self, fixed: Fixed) -> bool:
-        """Whether nothing is left to score when these positions of the block are fixed."""
-        places = dict(fixed)
-        if not all(self.canvas.known[i] or i in places for i in self.block):
-            return False
-        tokens = self.canvas.tokens
-        text = [places.get(i, tokens[i]) for i in range(max(self.block.start, self.prompt), self.block.stop)]
-        return self.at + 1 == len(self.blocks) or self._ends(text)
+        """Whether nothing is left to score when these positions are fixed."""
+        places, tokens, known = dict(fixed), self.canvas.tokens, self.canvas.known
+        full = list(takewhile(lambda block: all(known[i] or i in places for i in block), self.blocks[self.at :]))
+        text = [places.get(i, tokens[i]) for block in full for i in block if i >= self.prompt]
+        return len(full) == len(self.blocks) - self.at or self._ends(text)
 
     def reached(self, fixed: Fixed) -> tuple[Canvas, range, list[int]]:
-        """The canvas when these positions of the block are fixed, the block to fill then, and its masked positions."""
+        """The canvas when these positions are fixed, the block to fill then, and the masked positions of its span."""
         canvas = self.canvas.after(fixed) if fixed else self.canvas
-        if masked := canvas.masked(self.block):
-            return canvas, self.block, masked
-        block = self.blocks[self.at + 1]
-        return canvas, block, canvas.masked(block)
+        block = next(block for block in self.blocks[self.at :] if canvas.masked(block))
+        return canvas, block, canvas.masked(self.span(block))
+
+    def span(self, block: range) -> range:
+        """What a pass predicts when a block is to be filled: its positions, and those up to the end of the reach."""
+        return range(block.start, max(block.stop, self.blocks[self.reach].stop))
+
+    def advance(self) -> None:
+        """Go on to the next block with masks when the block is full."""
+        while self.at < len(self.blocks) and not self.canvas.masked(self.block):
+            self.at, self.predictions = self.at + 1, None
 
     def _ends(self, tokens: Sequence[int]) -> bool:
         return not self.ends.isdisjoint(tokens)
@@ -156,19 +165,21 @@ class CanvasRow:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a pass predicts at the masked positions of a block, n of them.
+    """What a pass predicts at the masked positions of a block and of later ones within the reach of a policy, n in all.
 
     positions: (n,) in order.
     logits: (n, V), warped.
+    scores: (n, V) log-probabilities in the model's own law, before warpers.
     tokens: (n,) the token chosen at each: the likeliest, or one that is drawn.
     confidence: (n,) log-probabilities of these tokens in the model's own law.
-    block: the block.
+    block: the block that is being filled.
     drawn: chooses tokens anew at some of the positions, with the noise of a number of steps later: (indices, steps) ->
         their tokens and confidence; None where tokens are chosen without noise.
     """
 
     positions: tuple[int, ...]
     logits: Tensor
+    scores: Tensor
     tokens: tuple[int, ...]
     confidence: tuple[float, ...]
     block: range
@@ -181,6 +192,32 @@ class Predictions:
     def order(self) -> tuple[int, ...]:
         """Indices by falling confidence; of equal ones the first position comes first."""
         return tuple(sorted(range(len(self)), key=lambda i: -self.confidence[i]))
+
+    @cached_property
+    def inside(self) -> tuple[int, ...]:
+        """Those of the block alone, in the same order."""
+        return tuple(i for i in self.order if self.positions[i] in self.block)
+
+    @cached_property
+    def probability(self) -> tuple[float, ...]:
+        """(n,) of the tokens, in the model's own law."""
+        return tuple(map(exp, self.confidence))
+
+    @cached_property
+    def likeliest(self) -> tuple[int, ...]:
+        """(n,) the likeliest tokens, also where others are drawn."""
+        return tuple(self.logits.argmax(-1).tolist())
+
+    @cached_property
+    def margin(self) -> tuple[float, ...]:
+        """(n,) differences of the two largest logits of the model."""
+        first, second = self.scores.topk(2).values.unbind(-1)
+        return tuple((first - second).tolist())
+
+    @cached_property
+    def entropy(self) -> tuple[float, ...]:
+        """(n,) of the model's own law, in nats."""
+        return tuple(torch.special.entr(self.scores.exp()).sum(-1).tolist())
 
     def fix(self, indices: Sequence[int]) -> Fixed:
         """The choices at these indices."""
@@ -197,8 +234,9 @@ class Predictions:
         positions, origin = tuple(self.positions[i] for i in rest), self.drawn
         drawn = None if origin is None else lambda indices, later: origin([rest[i] for i in indices], steps + later)
         return replace(
-            self, positions=positions, logits=self.logits[rest], tokens=tokens, confidence=confidence, drawn=drawn
-        )
+            self, positions=positions, logits=self.logits[rest], scores=self.scores[rest], tokens=tokens,
+            confidence=confidence, drawn=drawn,
+        )  # fmt: skip
 
     @property
     def probs(self) -> Tensor:
@@ -220,8 +258,25 @@ class Policy(ABC):
     def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
         """The positions that are fixed next, at least one, with their tokens."""
 
-    def begin(self, row: CanvasRow) -> None:
-        """A row begins."""
+    def begin(self, row: CanvasRow, layout: Layout) -> None:
+        """A row begins.
+
+        Raises:
+            Refused: canvases of this layout cannot be filled so.
+        """
+
+    def reach(self, row: CanvasRow) -> int:
+        """Index of the last block whose masked positions the next pass predicts; the positions to fix are among them.
+        With attention in blocks, later blocks make the pass longer."""
+        return row.at
+
+    def hypotheses(self, row: CanvasRow) -> list[Draft]:
+        """Canvases of one more step that the next pass scores beside the row's own, of which one is kept."""
+        return []
+
+    def preferred(self, predictions: Sequence[Predictions], row: CanvasRow) -> int:
+        """Which canvas of a pass is kept: the row's own, 0, or a hypothesis, counted from 1."""
+        return 0
 
 
 class Speculator(ABC):

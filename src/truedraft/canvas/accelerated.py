@@ -92,7 +92,8 @@ class AcceleratedCanvas(StandIn):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self.target = hosted_canvas(model, layout, runtime, strict)
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.control: CanvasControl = CanvasCosts(weight_bytes) if control == "cost" else FixedCanvases()
+        fixed = control == "fixed" or lossy
+        self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts(weight_bytes)
         self._report: Report | None = None
         self._complete()
 
@@ -178,7 +179,7 @@ class AcceleratedCanvas(StandIn):
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
         self.target.layout = settings.layout
         self._report = report = self._new_report(watch)
-        variants = MOST if self.speculator is None else getattr(self.speculator, "canvases", MOST)
+        variants = getattr(self.speculator or policy, "canvases", MOST if self.speculator else 0)
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
         engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
         engine.score = watch.timed("target", engine.score)  # type: ignore[method-assign]

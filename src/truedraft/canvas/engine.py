@@ -2,8 +2,8 @@
 
 propose  later canvases of each row, by its latest predictions
 score    one pass over the rows' own canvases and these
-verify   from the row's own canvas on, follow the steps of the policy for as long as they lead to canvases of this
-         pass; the last step leads beyond it, and its canvas is the row's next one
+verify   from the row's own canvas on, or one that the policy prefers, follow the steps of the policy for as long as
+         they lead to canvases of this pass; the last step leads beyond it, and its canvas is the row's next one
 commit   keys and values of blocks that are complete
 """
 
@@ -45,11 +45,16 @@ class CanvasEngine:
         self.rows: list[CanvasRow] = []
 
     def admit(self, rows: Sequence[CanvasRow]) -> None:
-        """Read the prompts of rows and begin them."""
+        """Begin rows, and read their prompts.
+
+        Raises:
+            Refused: the policy cannot fill canvases of this layout.
+        """
+        for row in rows:
+            self.policy.begin(row, self.target.layout)
         committed = self.target.admit([row.canvas.tokens[: row.prompt] for row in rows])
         for row, count in zip(rows, committed, strict=True):
             row.committed = count
-            self.policy.begin(row)
         self.rows += rows
 
     @property
@@ -58,6 +63,8 @@ class CanvasEngine:
 
     def step(self) -> Pass:
         """One pass over all rows."""
+        for row in self.rows:
+            row.reach = self.policy.reach(row)
         proposed = [self._propose(row) for row in self.rows]
         possible = [
             [self.target.variant(row, draft) for draft in (OWN, *drafts)]
@@ -84,14 +91,14 @@ class CanvasEngine:
 
     def _propose(self, row: CanvasRow) -> list[Draft]:
         """The drafts of a row; none that are finished, which have nothing to score."""
-        if self.speculator is None:
-            return []
-        return [draft for draft in self.speculator.propose(row, self.policy) if not row.finishes(draft.fixed)]
+        drafts = self.speculator.propose(row, self.policy) if self.speculator else self.policy.hypotheses(row)
+        return [draft for draft in drafts if not row.finishes(draft.fixed)]
 
     def _verify(
         self, slot: int, row: CanvasRow, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor
     ) -> list[Fixed]:
-        """Follow the steps of the policy from the row's own canvas; what is fixed beyond it after each.
+        """Follow the steps of the policy from the row's own canvas, or from one that it prefers; what is fixed beyond
+        the row's own after each.
 
         The row goes on from the last.
         """
@@ -100,8 +107,8 @@ class CanvasEngine:
             [one.block for one in variants],
         )  # fmt: skip
         places = {draft: i for i, draft in enumerate(batch)}
-        path: list[Fixed] = []
-        at: int | None = 0
+        at: int | None = self.policy.preferred(predictions, row)
+        path: list[Fixed] = [batch[at].fixed] if at else []
         while at is not None:
             last = at
             fixed = batch[at].fixed | self.policy.choose(predictions[at], row)
@@ -115,8 +122,7 @@ class CanvasEngine:
         row.at = row.blocks.index(variants[last].block)
         row.committed = self.target.commit(slot, last)
         row.predictions = predictions[last].after(step, 1)
-        if not row.canvas.masked(row.block):
-            row.at, row.predictions = row.at + 1, None
+        row.advance()
         return path
 
     def _release(self, slot: int) -> None:

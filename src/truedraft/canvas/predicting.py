@@ -56,7 +56,7 @@ class Chooser:
             if self.noise is not None:
                 drawn = partial(self._draw, of_canvas, own, row, tuple(positions), step)
                 chosen.append(drawn(range(len(positions)), 0))
-            found.append(Predictions(tuple(positions), of_canvas, *chosen[i], block, drawn))
+            found.append(Predictions(tuple(positions), of_canvas, own, *chosen[i], block, drawn))
         return found
 
     def _draw(

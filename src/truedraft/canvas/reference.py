@@ -31,16 +31,17 @@ def step_by_step(
     """
     blocks = layout.blocks(len(prompt), new)
     row = CanvasRow(index, Canvas.behind(prompt, layout.mask, blocks[-1].stop), len(prompt), blocks, ends, new)
-    policy.begin(row)
+    policy.begin(row, layout)
     while not row.finished:
-        places = row.canvas.masked(row.block)
-        text = row.canvas.tokens if layout.attention == "whole" else row.canvas.tokens[: row.block.stop]
+        row.reach = policy.reach(row)
+        span = row.span(row.block)
+        places = row.canvas.masked(span)
+        text = row.canvas.tokens if layout.attention == "whole" else row.canvas.tokens[: span.stop]
         logits = scorer(text, layout)[[place - layout.shifted for place in places]].float()
         [predictions] = chooser.predictions(logits, index, [row.step], [places], [row.block])
         row.taken.append(policy.choose(predictions, row))
         row.canvas.fix(row.taken[-1])
-        if not row.canvas.masked(row.block):
-            row.at += 1
+        row.advance()
     row.emit()
     return row
 

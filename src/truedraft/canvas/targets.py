@@ -31,8 +31,8 @@ class Variant:
     start: what stands before is that of the row's own canvas, the first variant, which starts at the end of what is
         committed.
     tokens: ids from there on.
-    block: the block whose masks are scored; it ends where the tokens end.
-    masked: the masked positions in it, in order; their logits are returned.
+    block: the block to fill; the tokens end with it, or with a later one.
+    masked: the masked positions from there on that are scored, in order; their logits are returned.
     """
 
     start: int
@@ -187,7 +187,7 @@ class BlockTarget(CanvasTarget):
     def variant(self, row: CanvasRow, draft: Draft) -> Variant:
         canvas, block, masked = row.reached(draft.fixed)
         start = row.block.start if draft.steps else row.committed
-        return Variant(start, canvas.tokens[start : block.stop], block, masked)
+        return Variant(start, canvas.tokens[start : row.span(block).stop], block, masked)
 
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
         assert self.cache is not None

@@ -1,0 +1,125 @@
+"""Training of filters that tell which predictions of a diffusion model are final, on traces of its decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from truedraft.accelerated import accelerate
+from truedraft.canvas._base import CanvasRow, Fixed, Policy, Predictions
+from truedraft.canvas.layout import Layout
+from truedraft.canvas.policies.lossy._filter import Filter, confidences
+from truedraft.train.loop import Plan, Run, announce, fit
+
+HELD_OUT = 10  # one step in this many is held out for validation
+LOG = "filter.jsonl"  # file name beside that of the filter
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Steps of step-by-step decoding, n of them.
+
+    confidences: (n, block) of the predictions, 1 where a position is known.
+    final: (n, block) bool, whether a prediction is the token of the text.
+    masked: (n, block) bool, the positions that are not known.
+    """
+
+    confidences: Tensor
+    final: Tensor
+    masked: Tensor
+
+    def __len__(self) -> int:
+        return len(self.masked)
+
+    def at(self, steps: Sequence[int] | Tensor) -> Traces:
+        """Some of the steps."""
+        return Traces(self.confidences[steps], self.final[steps], self.masked[steps])
+
+    def loss(self, module: torch.nn.Module) -> Tensor:
+        """Mean binary cross-entropy of a filter at the masked positions."""
+        return binary_cross_entropy_with_logits(module(self.confidences)[self.masked], self.final[self.masked].float())
+
+
+@dataclass
+class _Recorder(Policy):
+    """A reference that keeps the predictions of each step in the memory of the row."""
+
+    reference: Policy
+    guarantee = "tokens"
+    found: dict[int, list[Predictions]] = field(default_factory=dict)
+
+    def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
+        self.found.setdefault(row.index, []).append(predictions)
+        return self.reference.choose(predictions, row)
+
+
+def traces_of(model: Any, layout: Layout, prompts: Sequence[Sequence[int]], new: int, reference: Policy) -> Traces:
+    """The steps of a model's step-by-step decoding behind prompts.
+
+    Args:
+        new: most new tokens of a text.
+    """
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    for prompt in prompts:
+        recorder, rows = _Recorder(reference), list[CanvasRow]()
+        rule: Any = recorder
+        fast: Any = accelerate(model, draft=None, rule=rule, layout=layout)
+        fast.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False, on_canvas=rows.extend)
+        text = rows[-1].canvas.tokens
+        steps += [_step(predictions, text, layout.block) for predictions in recorder.found[0]]
+    return Traces(*map(torch.stack, zip(*steps, strict=True)))
+
+
+def _step(predictions: Predictions, text: Sequence[int], block: int) -> tuple[Tensor, Tensor, Tensor]:
+    final, masked = torch.zeros(2, block, dtype=torch.bool)
+    for place, token in zip(predictions.positions, predictions.tokens, strict=True):
+        at = place - predictions.block.start
+        final[at], masked[at] = token == text[place], True
+    return confidences(predictions, block), final, masked
+
+
+def train_filter(
+    traces: Traces, out: Path, plan: Plan, *, hidden: int = 64, batch: int = 256,
+    report: Callable[[str], None] = announce,
+) -> Filter:  # fmt: skip
+    """Train a filter for `lossy/learn2pd` on the CPU, and write it with its log beside it.
+
+    Args:
+        traces: of the model that it is for; of `traces_of`.
+        out: its file; the best by the loss on steps that are held out.
+        batch: steps per step of the training.
+
+    Raises:
+        Refused: the loss is not a number.
+        OSError: the file cannot be written.
+    """
+    torch.manual_seed(plan.seed)
+    module = Filter(traces.masked.shape[1], hidden)
+    held = traces.at(range(0, len(traces), HELD_OUT))
+    learnt = traces.at([i for i in range(len(traces)) if i % HELD_OUT] or [0])
+    least = float("inf")
+
+    def save(run: Run) -> None:
+        nonlocal least
+        if run.rows[-1]["held_out"] <= least:
+            least = run.rows[-1]["held_out"]
+            module.save(out)
+
+    fit(
+        module, lambda steps: learnt.at(steps).loss(module), _drawn(len(learnt), batch, plan.seed), plan,
+        validate=lambda: {"held_out": round(held.loss(module).item(), 6)}, save=save, log=out.parent / LOG,
+        report=report,
+    )  # fmt: skip
+    return Filter.read(out)
+
+
+def _drawn(count: int, batch: int, seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(count, (batch,), generator=generator)
