@@ -373,6 +373,13 @@ def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: s
         truedraft.accelerate(model, **{"layout": Layout(MASK, "blocks", 4), **arguments})
 
 
+def test_a_diffusion_model_without_masks_is_refused(model: Any) -> None:
+    other = model_of()
+    other.config.model_type = "diffusion_gemma"
+    with pytest.raises(Refused, match="no text with masks"):
+        truedraft.accelerate(other)
+
+
 def test_a_model_that_attends_backwards_only_is_refused() -> None:
     class Causal(Bidirectional):
         def forward(self, input_ids: Tensor) -> Any:

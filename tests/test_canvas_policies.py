@@ -264,7 +264,7 @@ def steps(policy: Any, layout: Layout, seed: int) -> Iterator[tuple[CanvasRow, T
         table = {i: [x + rng.gauss(0, 0.7) for x in likely[i]] for i in places}
         logits = torch.tensor([table[i] for i in places])
         yield row, table, CHOOSER.predictions(logits, 0, [row.step], [places], [row.block])[0]
-        row.taken.append(fixed)
+        row.taken.append(frozenset())
         row.advance()
 
 

@@ -18,6 +18,11 @@ KNOWN: dict[str, dict[str, Any]] = {  # model type -> layout, without what the c
     "Fast_dLLM_Qwen": {"attention": "blocks", "block": 32, "shifted": True},
 }
 
+REFUSED = {
+    "diffusion_gemma": "its canvas is no text with masks: whatever a step does not keep is drawn anew from the whole "
+    "vocabulary, so that there are no later canvases to verify; use its own generate"
+}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,8 +70,10 @@ def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
     """The layout that a configuration declares, or that its model type is known for; None for other models.
 
     Raises:
-        Refused: a diffusion model without a mask token.
+        Refused: a diffusion model without a mask token, or of another kind.
     """
+    if (why := REFUSED.get(config.model_type)) is not None:
+        raise Refused(f"{config.model_type} cannot be hosted: {why}")
     declared = getattr(config, FIELD, None)
     if declared is None and (declared := KNOWN.get(config.model_type)) is None:
         return None

@@ -59,7 +59,8 @@ class Outcome:
 def demo(
     prompt: Annotated[Path | None, Option(help="A file with a prompt, instead of the two embedded ones.")] = None,
     instruction: Annotated[str | None, Option(help="An instruction to edit the file of --prompt (for nano).")] = None,
-    model: Annotated[str, Option(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    model: Annotated[str | None, Option(help="An embedded model (nano), a local folder, a name on the hub.")] = None,
+    canvas: Annotated[bool, Option("--canvas", help="A diffusion model (nano-diffusion), whose canvas fills.")] = False,
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
     dtype: Dtype = "auto",
@@ -75,6 +76,11 @@ def demo(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Refused(f"--max-new-tokens {max_new_tokens} must be at least 1")
     todo = cases(prompt, instruction, max_new_tokens)
+    if canvas:
+        from truedraft.cli._canvas import demo_canvas
+
+        return demo_canvas(todo, model or "nano-diffusion", draft, dtype, quantize, stretched, threads)
+    model = model or "nano"
     out = console()
     fast = accelerated(
         model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched

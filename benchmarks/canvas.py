@@ -1,0 +1,121 @@
+"""Canvases of diffusion models: passes and speed of exact and lossy decoding, and the quality of the lossy ones.
+
+    python benchmarks/canvas.py [--model nano-diffusion] [--sizes as-is 0.1B] --json FILE
+
+Every method decodes the same prompts in turn, in rounds; the reference is the same model with one canvas per pass.
+Exact text is compared with it. Agreement of a lossy text is the share of its tokens that are the reference's at the
+same place; its loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of
+the reference's text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import truedraft
+from truedraft import assets, registry
+from truedraft.bench import stretched
+from truedraft.bench.sizes import size_of
+from truedraft.cli._models import machine
+from truedraft.files import write_whole
+from truedraft.loading import load
+
+EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8")
+TOKENS = {"story": 160, "edit": 320}
+AS_IS = "as-is"
+
+
+def prompts(few: int) -> dict[str, list[str]]:
+    """The embedded prompts by kind."""
+    stories = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")]
+    edits = [
+        assets.edit_prompt(assets.prompt("edit.py.txt"), instruction)
+        for instruction in assets.prompt("edit_instructions.txt").split("\n")
+    ]
+    return {"story": stories[:few], "edit": edits[:few]}
+
+
+def loss_of(judge: Any, ids: list[int], start: int) -> tuple[float, int]:
+    """Summed negative log-probability of the tokens from `start` on under another model, and their number."""
+    with torch.no_grad():
+        logits = judge(torch.tensor([ids])).logits[0, start - 1 : -1]
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum")), len(
+        ids
+    ) - start
+
+
+def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> list[dict[str, Any]]:
+    """A row by method and kind of prompt."""
+    judge = load("nano")[0]
+    sides: dict[str, Any] = {"reference": truedraft.accelerate(model, tokenizer, draft=None)}
+    for draft in EXACT:
+        sides[draft] = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+    sides["freedave, cost"] = truedraft.accelerate(model, tokenizer, draft="freedave:canvases=8")
+    sides["ssd, cost"] = truedraft.accelerate(model, tokenizer, draft="ssd:canvases=8")
+    kind = "canvas.policies.lossy"
+    for name in (*registry.names(kind), *registry.presets(kind)) if lossy else ():
+        if "training" not in registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs:
+            sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=f"lossy/{name}")
+    rows = []
+    for subject, texts in prompts(few).items():
+        inputs = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        results: dict[str, Any] = {name: {"seconds": [], "texts": [], "passes": 0} for name in sides}
+        for turn in range(rounds):
+            for name, side in sides.items():
+                start = time.perf_counter()
+                for ids in inputs:
+                    out = side.generate(ids, max_new_tokens=TOKENS[subject])[0].tolist()
+                    if turn == 0:
+                        results[name]["texts"].append(out)
+                        results[name]["passes"] += len(side.report().passes)
+                results[name]["seconds"].append(time.perf_counter() - start)
+        reference = results["reference"]
+        for name, found in results.items():
+            pairs = list(zip(reference["texts"], found["texts"], inputs, strict=True))
+            losses = [loss_of(judge, text, ids.shape[1]) for _, text, ids in pairs]
+            same = sum(
+                a == b
+                for one, other, ids in pairs
+                for a, b in zip(one[ids.shape[1] :], other[ids.shape[1] :], strict=False)
+            )
+            rows.append({
+                "method": name, "prompts": subject, "passes": found["passes"],
+                "fewer_passes": reference["passes"] / found["passes"],
+                "speed": statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True)),
+                "same_text": all(one == other for one, other, _ in pairs),
+                "agreement": same / max(sum(len(one) - ids.shape[1] for one, _, ids in pairs), 1),
+                "loss": sum(loss for loss, _ in losses) / max(sum(count for _, count in losses), 1),
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+            assert name.startswith("lossy/") or rows[-1]["same_text"], f"{name}: another text"
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nano-diffusion")
+    parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.1B"])
+    parser.add_argument("--few", type=int, default=3, help="prompts of each kind")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "model": args.model, "sizes": {}}
+    for size in args.sizes:
+        model, tokenizer = load(args.model)
+        if size != AS_IS:
+            layers, hidden = size_of(size, "nano")
+            model = stretched.stretched(model, layers=layers, hidden=hidden)
+        found["sizes"][size] = measured(model, tokenizer, args.few, args.rounds, lossy=size == AS_IS)
+        if args.json:
+            write_whole(args.json, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
