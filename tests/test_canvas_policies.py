@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import truedraft
 from test_canvas import END, MASK, model_of, plain, texts_of
 from truedraft import registry
 from truedraft.canvas._base import Canvas, CanvasRow, Predictions
 from truedraft.canvas.layout import Layout
+from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.policies.lossy._filter import Filter
 from truedraft.canvas.predicting import Chooser
 from truedraft.errors import Refused
 from truedraft.train.filters import traces_of, train_filter
 from truedraft.train.loop import Plan
 
-SIZE = 6  # tokens of the made-up vocabulary
+SIZE = 6  # tokens of the made-up vocabulary, the last of which, the mask, is never chosen
 BLOCKS, WHOLE, SHIFTED = Layout(5, "blocks", 6), Layout(5, "whole", 6), Layout(5, "blocks", 6, True)
-CHOOSER = Chooser(LogitsProcessorList())
+CHOOSER = Chooser(LogitsProcessorList([SuppressTokensLogitsProcessor([5])]))
 
 Table = dict[int, list[float]]  # masked position -> logits
 Rule = Callable[[Table, "State"], dict[int, int]]
@@ -63,12 +64,16 @@ def argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=lambda i: values[i])
 
 
+def choice(logits: Sequence[float]) -> int:
+    return argmax(logits[: SIZE - 1])
+
+
 def sure(table: Table) -> dict[int, float]:
-    return {i: max(softmax(logits)) for i, logits in table.items()}
+    return {i: softmax(logits)[choice(logits)] for i, logits in table.items()}
 
 
 def tokens(table: Table, places: Sequence[int]) -> dict[int, int]:
-    return {i: argmax(table[i]) for i in places}
+    return {i: choice(table[i]) for i in places}
 
 
 def surest(table: Table) -> list[int]:
@@ -156,7 +161,7 @@ def creditdecoding(table: Table, state: State) -> dict[int, int]:
         credit[key] *= 0.8
     raised = {}
     for i, logits in table.items():
-        credit[i, argmax(logits)] += max(softmax(logits)) ** 0.2
+        credit[i, choice(logits)] += softmax(logits)[choice(logits)] ** 0.2
         raised[i] = [x + 0.7 * math.log(1 + credit[i, v]) for v, x in enumerate(logits)]
     return tokens(raised, [i for i in raised if sure(raised)[i] >= 0.9] or surest(raised))
 
@@ -170,26 +175,30 @@ def ccd(table: Table, state: State) -> dict[int, int]:
         latest = state.memory[i][-2:]
         mean = [sum(step[v] for step in latest) / len(latest) for v in range(SIZE)]
         nats[i] = entropy([*mean, 1 - sum(mean)])
-        stable[i] = argmax(mean) == argmax(logits) and mean[argmax(mean)] > 1 - sum(mean)
-    found = [i for i in table if nats[i] <= 0.4 and stable[i]]
+        stable[i] = argmax(mean) == choice(logits) and mean[argmax(mean)] > 1 - sum(mean)
+    found = [i for i in table if nats[i] <= 0.8 and stable[i]]
     return tokens(table, found or [min(table, key=lambda i: nats[i])])
 
 
-def d2f(table: Table, state: State) -> dict[int, int]:
-    """One more block per pass once the last one is a tenth full; a block waits while that before it is not full."""
-    last = max(state.memory.get("last", 0), state.at)
-    ended = any(token == 0 for i, token in state.known.items() if i >= state.prompt)
-    if not ended and last + 1 < len(state.blocks) and state.share(last) >= 0.1:
-        last += 1
-    state.memory["last"] = last
-    assert sorted(table) == state.masked(state.at, last)
-    found: list[int] = []
-    for at in range(state.at, last + 1):
-        inside = {i: table[i] for i in state.masked(at, at)}
-        above = [i for i in inside if sure(inside)[i] > 0.9]
-        urgent = at == state.at or state.share(at - 1) >= 0.95
-        found += above or (surest(inside) if inside and urgent else [])
-    return tokens(table, found)
+def d2f(active: float) -> Rule:
+    """One more block per pass once the last one is a tenth full; a block waits until that before it is full enough."""
+
+    def rule(table: Table, state: State) -> dict[int, int]:
+        last = max(state.memory.get("last", 0), state.at)
+        ended = any(token == 0 for i, token in state.known.items() if i >= state.prompt)
+        if not ended and last + 1 < len(state.blocks) and state.share(last) >= 0.1:
+            last += 1
+        state.memory["last"] = last
+        assert sorted(table) == state.masked(state.at, last)
+        found: list[int] = []
+        for at in range(state.at, last + 1):
+            inside = {i: table[i] for i in state.masked(at, at)}
+            above = [i for i in inside if sure(inside)[i] > 0.9]
+            urgent = at == state.at or state.share(at - 1) >= active
+            found += above or (surest(inside) if inside and urgent else [])
+        return tokens(table, found)
+
+    return rule
 
 
 def ete(table: Table, state: State) -> dict[int, int]:
@@ -239,8 +248,9 @@ CASES: dict[str, tuple[str, Mapping[str, Any], Layout, Rule]] = {
     "fast-dllm-v2-shifted": ("fast-dllm-v2", {"part": 4}, SHIFTED, fast_dllm_v2(True)),
     "fast-dllm-factor": ("fast-dllm", {"factor": 1.0}, WHOLE, fast_dllm_factor),
     "creditdecoding": ("creditdecoding", {}, WHOLE, creditdecoding),
-    "ccd": ("ccd", {"history": 2, "kept": 3}, BLOCKS, ccd),
-    "d2f": ("d2f", {}, BLOCKS, d2f),
+    "ccd": ("ccd", {"entropy": 0.8, "history": 2, "kept": 3}, BLOCKS, ccd),
+    "d2f": ("d2f", {}, BLOCKS, d2f(0.95)),
+    "d2f-active": ("d2f", {"active": 0.5}, BLOCKS, d2f(0.5)),
     "ete": ("ete", {}, WHOLE, ete),
     "learn2pd": ("learn2pd", {"model": filter_of(), "threshold": 0.5}, BLOCKS, learn2pd(filter_of())),
 }
@@ -256,12 +266,12 @@ def steps(policy: Any, layout: Layout, seed: int) -> Iterator[tuple[CanvasRow, T
     blocks = layout.blocks(len(prompt), 14)
     row = CanvasRow(0, Canvas.behind(prompt, layout.mask, blocks[-1].stop), len(prompt), blocks, frozenset([0]), 14)
     policy.begin(row, layout)
-    scale = rng.choice([2, 4, 8])
+    scale, change = rng.choice([2, 4, 8]), rng.choice([0.5, 2])
     likely = {i: [rng.gauss(0, scale) for _ in range(SIZE)] for i in range(len(row.canvas))}
     while row.at < len(row.blocks):
         row.reach = policy.reach(row)
         places = row.canvas.masked(row.span(row.block))
-        table = {i: [x + rng.gauss(0, 0.7) for x in likely[i]] for i in places}
+        table = {i: [x + rng.gauss(0, change) for x in likely[i]] for i in places}
         logits = torch.tensor([table[i] for i in places])
         yield row, table, CHOOSER.predictions(logits, 0, [row.step], [places], [row.block])[0]
         row.taken.append(frozenset())
@@ -288,6 +298,28 @@ def test_every_lossy_policy_has_a_case() -> None:
     assert {name for name, *_ in CASES.values()} == set(registry.names("canvas.policies.lossy"))
 
 
+def test_the_first_token_behind_a_block_is_the_likeliest_one_also_where_tokens_are_drawn() -> None:
+    policy = registry.load("canvas.policies.lossy", "fast-dllm-v2")
+    row = CanvasRow(0, Canvas.behind([1] * 6, 5, 12), 6, [range(6, 12)], frozenset(), 6)
+    policy.begin(row, SHIFTED)
+    logits = torch.tensor([[0.5, 1.0, 0.0, 0.2, 0.7, 0.9]] * 6)
+    drawn = Chooser(CHOOSER.warpers, CanvasNoise(3)).predictions(logits, 0, [0], [range(6, 12)], [row.block])[0]
+    assert drawn.tokens[0] != 1 and policy.choose(drawn, row) == {(6, 1)}
+
+
+def test_blocks_that_are_full_ahead_are_passed_over() -> None:
+    blocks = [range(4), range(4, 8), range(8, 12)]
+    row = CanvasRow(0, Canvas.behind([1, 2, 3], 5, 12), 3, blocks, frozenset([0]), 9, reach=1)
+    row.canvas.fix(frozenset((i, 4) for i in (4, 5, 6, 7, 9)))
+    assert row.reached(frozenset())[1:] == (blocks[0], [3])
+    assert row.reached(frozenset({(3, 1)}))[1:] == (blocks[2], [8, 10, 11])
+    assert row.finishes(frozenset({(3, 0)})) and not row.finishes(frozenset({(3, 1), (8, 0)}))
+    assert row.finishes(frozenset((i, 1) for i in (3, 8, 10, 11)))
+    row.canvas.fix(frozenset({(3, 1)}))
+    row.advance()
+    assert row.at == 2 and not row.finished
+
+
 def test_guesses_are_the_likeliest_tokens_at_the_most_uncertain_position() -> None:
     policy: Any = registry.load("canvas.policies.lossy", "ete:explored=2,candidates=2,few=1")
     tried = False
@@ -298,7 +330,7 @@ def test_guesses_are_the_likeliest_tokens_at_the_most_uncertain_position() -> No
             row.predictions = predictions.after(fixed, 1)
             left = {i: table[i] for i in row.canvas.masked(row.block)}
             places = sorted(left, key=lambda i: -entropy(softmax(left[i])))[:2]
-            guesses = [(i, v) for i in places for v in sorted(range(SIZE), key=lambda v: -left[i][v])[:2]]
+            guesses = [(i, v) for i in places for v in sorted(range(SIZE - 1), key=lambda v: -left[i][v])[:2]]
             if left and sum(p >= 0.9 for p in sure(table).values()) <= 1:
                 assert [draft.fixed for draft in policy.hypotheses(row)] == [frozenset({guess}) for guess in guesses]
                 tried = True
@@ -309,7 +341,7 @@ def test_guesses_are_the_likeliest_tokens_at_the_most_uncertain_position() -> No
 
 def explored(model: Any, prompt: Sequence[int], new: int, layout: Layout, threshold: float) -> tuple[list[int], int]:
     """ETE with two blocks at a time and up to three guesses at one position, by plain forwards; the text up to the
-    first end, and how many guesses were kept."""
+    first end, and how many steps led to a canvas of a pass that was a guess."""
     blocks = [list(block) for block in layout.blocks(len(prompt), new)]
     text = [*prompt, *[MASK] * (blocks[-1][-1] + 1 - len(prompt))]
     unknown, guesses, kept = set(range(len(prompt), len(text))), [], 0
@@ -344,7 +376,7 @@ def explored(model: Any, prompt: Sequence[int], new: int, layout: Layout, thresh
             fixed |= {i: found[i][1] for i in chosen}
             if not (alone and len(fixed) == 1 and next(iter(fixed.items())) in guesses):
                 break
-            best = 1 + guesses.index(next(iter(fixed.items())))
+            best, kept = 1 + guesses.index(next(iter(fixed.items()))), kept + 1
         for i, token in fixed.items():
             text[i] = token
             unknown.discard(i)
@@ -371,6 +403,8 @@ def test_of_several_guesses_the_one_that_makes_most_confident_is_kept(layout: La
     for prompt in ([7, 8, 9], [11, 40, 62, 31, 17, 80, 22, 9]):
         text, kept = explored(model, prompt, 17, layout, 0.9)
         assert texts_of(fast.generate(torch.tensor([prompt]), max_new_tokens=17), len(prompt)) == [text]
+        emitted = [emission for done in fast.report().passes for emission in done.emitted]
+        assert sum(emission.drafted for emission in emitted) == kept
         total += kept
     assert total > 0, "a guess was kept"
 
