@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.live import Live
 from rich.text import Text
 
+from truedraft.cli._cases import Case
 from truedraft.cli._models import load
 from truedraft.cli._options import check_names, use_threads
 from truedraft.cli._tables import print_folded, print_table
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from truedraft.canvas._base import CanvasRow
     from truedraft.canvas.accelerated import AcceleratedCanvas
-    from truedraft.cli.demo import Case
 
 ROUNDS = 3
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")  # of the passes, in turn

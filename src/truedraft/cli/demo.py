@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Option
 
-from truedraft import assets
+from truedraft.cli._cases import Case, cases
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Dtype, Quantize, Stretched, Threads
 from truedraft.cli._tables import print_folded, print_table
-from truedraft.cli._text import console, read, waiting
+from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
 from truedraft.text.pieces import Pieces
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 ROUNDS = 3
 WARM_UP = 16  # tokens
 DRAFTED = "bold green"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A prompt, and the most tokens to generate."""
-
-    name: str
-    text: str
-    tokens: int
 
 
 @dataclass
@@ -111,25 +102,6 @@ def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
     for case in todo:
         length = len(fast.tokenizer(case.text)["input_ids"])  # type: ignore[misc]
         check_lengths(fast.target, length, case.tokens)
-
-
-def cases(prompt: Path | None, instruction: str | None, tokens: int | None) -> list[Case]:
-    """The prompts to run: the embedded ones, or a file, with or without an instruction to edit it.
-
-    Raises:
-        Refused: an instruction without a file, or a file that cannot be read or is empty.
-    """
-    if prompt is None:
-        if instruction is not None:
-            raise Refused("--instruction needs --prompt FILE, the text to edit")
-        edit = assets.edit_prompt(assets.prompt("edit.py.txt"), assets.prompt("edit_instruction.txt"))
-        return [Case("story", assets.prompt("story.txt"), tokens or 200), Case("edit", edit, tokens or 400)]
-    text = read(prompt, "--prompt").removesuffix("\n")
-    if not text:
-        raise Refused(f"--prompt {prompt}: the file is empty")
-    if instruction is not None:
-        return [Case(prompt.name, assets.edit_prompt(text, instruction), tokens or 400)]
-    return [Case(prompt.name, text, tokens or 200)]
 
 
 def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
