@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 import truedraft
 from models import tiny
 from nets import NAMES, drafter, generated, turn
+from test_canvas import plain
 from test_seq2seq import FREE
-from truedraft import assets
+from truedraft import assets, registry
 from truedraft.bench.stretched import stretched
+from truedraft.canvas.layout import Layout
+from truedraft.canvas.predicting import Chooser
+from truedraft.canvas.reference import step_by_step
 from truedraft.cli._models import load
 from truedraft.cli.demo import cases
+from truedraft.loading import fills_canvases
 
 READERS = [n for n in assets.names() if '"is_encoder_decoder": true' in (assets.path(n) / "config.json").read_text()]
-MODELS = [name for name in assets.names() if name not in READERS]
+DIFFUSING = [name for name in assets.names() if fills_canvases(assets.path(name))]
+MODELS = [name for name in assets.names() if name not in READERS + DIFFUSING]
 
 
 def test_embedded_models_are_small_and_have_cards() -> None:
-    assert "nano" in MODELS and "nano-gec" in READERS
-    for name in (*MODELS, *READERS):
+    assert "nano" in MODELS and "nano-gec" in READERS and "nano-diffusion" in DIFFUSING
+    for name in (*MODELS, *READERS, *DIFFUSING):
         assert (assets.path(name) / "model.safetensors").stat().st_size <= 20e6
         card = (assets.path(name) / "README.md").read_text()
         assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
@@ -35,6 +42,28 @@ def test_embedded_heads_are_small_and_have_cards() -> None:
     for folder in folders:
         card = (folder / "README.md").read_text()
         assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
+
+
+@pytest.mark.parametrize("block", [4, 8, 32])
+@pytest.mark.parametrize("name", DIFFUSING)
+def test_several_canvases_change_no_token(name: str, block: int) -> None:
+    """Of stories and an edit, in a batch, against plain forwards over the whole text."""
+    model, tokenizer = load(name, canvases=True)
+    texts = [case.text for case in cases(None, None, None)][:2] + ["one day"]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    layout = Layout(**model.config.canvas_config).of_length(block)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs.input_ids, inputs.attention_mask, strict=True)]
+    chooser = Chooser(LogitsProcessorList())
+    rule = registry.load("canvas.policies", "low-confidence")
+    expected = [
+        step_by_step(partial(plain, model), layout, prompt, 24, rule, chooser, frozenset([0])).text
+        for prompt in prompts
+    ]
+    for draft in registry.names("canvas.speculators"):
+        fast: Any = truedraft.accelerate(model, tokenizer, draft=f"{draft}:canvases=6", control="fixed")
+        out = fast.generate(**inputs, max_new_tokens=24, block_length=block)[:, inputs.input_ids.shape[1] :].tolist()
+        assert [row[: len(text)] for row, text in zip(out, expected, strict=True)] == expected
+        assert fast.report().acceptance_rate > 0.03
 
 
 @pytest.mark.parametrize("method", assets.HEADS)

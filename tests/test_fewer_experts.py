@@ -24,7 +24,7 @@ from test_views import (
     cut,
     target_of,
 )
-from truedraft import Refused, registry
+from truedraft import DraftTree, Refused, registry
 from truedraft.runtime.forward import ForwardPass
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
@@ -205,7 +205,7 @@ def test_experts_of_no_token_are_not_read() -> None:
     with torch.no_grad():
         mixture.up_proj[idle] = torch.nan
         target.check_view(view)
-        with target.runner._under(view):
+        with target.runner._under(view, [DraftTree.chain(0)]):
             assert mixture(x).isfinite().all()
         assert mixture(x).isnan().any()
 

@@ -185,7 +185,7 @@ def normed(layer: int, blocks: int) -> int:
 @pytest.mark.parametrize("kind", ["stock", "compiled"])
 def test_another_layer_is_noticed(kind: str, fault: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama", kind)
-    where = "truedraft.runtime.compiled" if kind == "compiled" else "truedraft.runtime.tapping"
+    where = "truedraft.runtime.variants" if kind == "compiled" else "truedraft.runtime.tapping"
     net(target)  # without the fault, and checked before it
     monkeypatch.setattr(f"{where}.layer_number", fault)
     with pytest.raises(AssertionError):

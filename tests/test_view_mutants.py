@@ -22,7 +22,7 @@ from test_views import COMPILED, deep, target_of
 from truedraft import DraftTree
 from truedraft.caches.rows import CacheCursor
 from truedraft.caches.subset import SubsetCache
-from truedraft.runtime import compiled, relu_routed
+from truedraft.runtime import relu_routed, variants
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.experts import FewerExperts
 from truedraft.runtime.native import Op
@@ -144,7 +144,7 @@ MUTANTS = {
     "entries of a cropped row kept": (replaced(RoundedEntries, "shorten", lambda *_: None), rounded),
     "rounded entries not moved with their row": (replaced(RoundedEntries, "release", lambda *_: None), rounded),
     "rounded entries not followed": (replaced(CompiledPass, "round_entries", lambda *_: None), rounded),
-    "all experts of compiled passes": (replaced(compiled, "fewer_in", lambda op, experts: op), one_expert),
+    "all experts of compiled passes": (replaced(variants, "fewer_in", lambda op, experts: op), one_expert),
     "all experts of the own forward": (
         replaced(FewerExperts, "given", lambda self, experts: nullcontext()),
         one_expert_by_its_own_forward,

@@ -381,7 +381,7 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
-        if (layout := layout or layout_of(model.config, tokenizer)) is not None:
+        if (layout := layout or layout_of(getattr(model, "config", None), tokenizer)) is not None:
             check_for_canvas(ties, view)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout)  # type: ignore
         lossy = None if view is None else view_of(view)

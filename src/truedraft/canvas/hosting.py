@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from truedraft.canvas._base import OWN, Canvas, CanvasRow, Draft
 from truedraft.canvas.layout import Layout
@@ -27,6 +28,8 @@ def hosted_canvas(model: Any, layout: Layout, runtime: str = "auto", strict: boo
         Refused: the model does not attend as its layout names it, or not strictly.
     """
     check_runtime(runtime)
+    if not isinstance(model, PreTrainedModel):
+        raise Refused(f"model={type(model).__name__} is not a model of transformers: load one with its auto classes")
     if not 0 <= layout.mask < model.config.get_text_config(decoder=True).vocab_size:
         raise Refused(f"the mask token {layout.mask} is outside the vocabulary of {type(model).__name__}")
     unmasked = _attends_unmasked(model, layout)

@@ -69,9 +69,13 @@ def declares(config: Mapping[str, Any]) -> bool:
 def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
     """The layout that a configuration declares, or that its model type is known for; None for other models.
 
+    config: None of what is no model of `transformers`.
+
     Raises:
         Refused: a diffusion model without a mask token, or of another kind.
     """
+    if config is None:
+        return None
     if (why := REFUSED.get(config.model_type)) is not None:
         raise Refused(f"{config.model_type} cannot be hosted: {why}")
     declared = getattr(config, FIELD, None)

@@ -49,6 +49,7 @@ class SkippableLayers:
         self._layers, self._head = layers, model.get_output_embeddings()
         self._hidden: int = model.config.get_text_config(decoder=True).hidden_size
         self._feeds: Feeds | None = None
+        self._model, self._read = model, False
         if any(does_more(layer) for layer in self._layers):
             raise self._refused("they have hooks or replaced forwards")
         self._halves = [_Halves(layer) for layer in layers]
@@ -62,6 +63,8 @@ class SkippableLayers:
                 f"the halves of layers {bad} of {self._name} cannot be skipped: attention and feed-forward are not "
                 "modules whose results are added to the hidden state one by one"
             )
+        if reduction.spared and not self._read:
+            self._find_readers()
         if bad := [i for i in reduction.spared if self._halves[i].between is None]:
             raise Refused(
                 f"the feed-forwards of layers {bad} of {self._name} cannot be skipped by node: they are no "
@@ -88,6 +91,22 @@ class SkippableLayers:
         if reduction.neurons is not None and self._feeds is not None:
             neurons = self._feeds.without(reduction.neurons, reduction.feed_forward)
         return overridden([*skipped, *halves, *spared, *head, *neurons])
+
+    @torch.no_grad()
+    def _find_readers(self) -> None:
+        """Find the modules between the halves of all layers, by a forward over one token."""
+
+        def noting(layer: nn.Module, halves: _Halves) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                halves.read(args, kwargs)
+                return type(layer).forward(layer, *args, **kwargs)
+
+            return forward
+
+        noted = zip(self._layers, self._halves, strict=True)
+        with overridden((layer, "forward", noting(layer, halves)) for layer, halves in noted):
+            self._model(input_ids=one_token(self._model), use_cache=False, return_dict=True)
+        self._read = True
 
     @torch.no_grad()
     def _observed(self, model: Any) -> list[int]:
@@ -150,8 +169,11 @@ class _Halves:
             except (TypeError, AttributeError, ValueError):  # it does more with their results than add them
                 return
             self.added = torch.equal(_first(returned), states)
-            if self.added:
-                self.between = self._reader(args, kwargs)
+
+    def read(self, args: Any, kwargs: Any) -> None:
+        """Find `between`, by a call of the layer with these arguments."""
+        if self.added:
+            self.between = self._reader(args, kwargs)
 
     def _reader(self, args: Any, kwargs: Any) -> nn.Module | None:
         """The last module, of those up to the feed-forward, whose input is the layer's output without this."""
