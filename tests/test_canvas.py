@@ -34,6 +34,8 @@ import truedraft
 from truedraft import registry
 from truedraft.audit.canvases import audit_canvases
 from truedraft.audit.tokens import FAR, Audit
+from truedraft.canvas._base import Draft
+from truedraft.canvas.control import CanvasCosts
 from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.noise import CanvasNoise
@@ -43,6 +45,7 @@ from truedraft.canvas.reference import step_by_step
 from truedraft.canvas.targets import BlockTarget, CanvasTarget, Variant
 from truedraft.errors import Refused
 from truedraft.runtime.nodes import Nodes
+from truedraft.stats import PassTimes
 
 MASK, END, PAD = 98, 5, 0
 REFERENCES, SPECULATORS = registry.names("canvas.policies"), registry.names("canvas.speculators")
@@ -392,6 +395,32 @@ def test_a_model_that_attends_backwards_only_is_refused() -> None:
 
     with pytest.raises(Refused, match="attends to earlier positions only"):
         truedraft.accelerate(sharpened(Causal(model_of().config)), layout=Layout(MASK))
+
+
+def test_drafts_that_do_not_pay_are_proposed_less_and_less() -> None:
+    """A pass costs as much per canvas, and no draft is right; then a pass costs the same with all, and all are."""
+    control = CanvasCosts(1)
+    control.times = PassTimes()
+    row: Any = None
+    drafts = [[Draft(frozenset([(0, 1)]), 1), Draft(frozenset([(0, 1), (1, 1)]), 2)]]
+
+    def passes(count: int, right: bool, seconds: Callable[[int], float]) -> tuple[int, int]:
+        proposed = scored = 0
+        for _ in range(count):
+            offered = drafts if control.drafting() else [[]]
+            [kept] = control.cut([row], offered, [[8, 8, 8][: len(offered[0]) + 1]])
+            proposed, scored = proposed + bool(offered[0]), scored + kept
+            control.times.target += seconds(8 + 8 * kept)
+            steps = [draft.fixed for draft in drafts[0]] if right else [frozenset([(2, 2)])]
+            control.observe(offered, [steps[: kept + 1]])
+        return proposed, scored
+
+    passes(100, False, lambda nodes: nodes / 8)
+    proposed, scored = passes(320, False, lambda nodes: nodes / 8)
+    assert 5 <= proposed <= 20 and scored <= 4
+    passes(600, True, lambda nodes: 1.0)
+    proposed, scored = passes(100, True, lambda nodes: 1.0)
+    assert proposed == 100 and scored == 200
 
 
 def test_a_call_ends_with_the_cache_released(model: Any) -> None:

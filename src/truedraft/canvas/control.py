@@ -9,6 +9,7 @@ from truedraft.canvas._base import CanvasRow, Draft, Fixed
 from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 
+LONGEST = 32  # passes from one proposal to the next
 BANDWIDTH = 2e10  # assumed bytes per second of reading weights, before any pass was observed
 
 
@@ -20,6 +21,10 @@ class CanvasControl(ABC):
 
     name: str
     times: PassTimes = PassTimes()
+
+    def drafting(self) -> bool:
+        """Whether the next pass is drafted for."""
+        return True
 
     @abstractmethod
     def cut(
@@ -49,7 +54,8 @@ class CanvasCosts(CanvasControl):
     """As many drafts as raise the expected steps per second.
 
     How often a draft is right is learnt by its place among those of its row, also from drafts that were not scored,
-    where the steps that the row took confirm or refute them: so a row whose drafts do not pay goes on learning.
+    where the steps that the row took confirm or refute them. While none pay, they are proposed in fewer and fewer
+    passes, for that alone.
     """
 
     name = "cost"
@@ -62,6 +68,11 @@ class CanvasCosts(CanvasControl):
         self._seen: list[list[float]] = []  # by place: right, observed
         self._before = 0.0
         self._width = self._plain = 0
+        self._idle = self._paused = 0  # proposals in a row of which none was scored; passes until the next one
+
+    def drafting(self) -> bool:
+        self._paused -= 1
+        return self._paused < 0
 
     def cut(
         self, rows: Sequence[CanvasRow], drafts: Sequence[Sequence[Draft]], widths: Sequence[Sequence[int]]
@@ -76,6 +87,9 @@ class CanvasCosts(CanvasControl):
                 nodes += sum(widths[row][count] for row in having)
             if (goodput := steps / self._curve(nodes)) > best:
                 best, kept, self._width = goodput, count, nodes
+        if any(drafts):
+            self._idle = 0 if kept else self._idle + 1
+            self._paused = min(2**self._idle, LONGEST) - 1
         return [min(kept, len(of_row)) for of_row in drafts]
 
     def _chance(self, place: int, steps: int) -> float:

@@ -65,7 +65,8 @@ class CanvasEngine:
         """One pass over all rows."""
         for row in self.rows:
             row.reach = self.policy.reach(row)
-        proposed = [self._propose(row) for row in self.rows]
+        drafting = self.control.drafting()
+        proposed = [self._propose(row) if drafting else [] for row in self.rows]
         possible = [
             [self.target.variant(row, draft) for draft in (OWN, *drafts)]
             for row, drafts in zip(self.rows, proposed, strict=True)
