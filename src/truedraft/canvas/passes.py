@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.forward import attention_mask
 from truedraft.runtime.nodes import Nodes
 
 
@@ -75,11 +76,3 @@ class ForwardNodes:
         ).logits  # fmt: skip
         chosen = torch.tensor([(nodes.slot[i] - first) * cursor.width + at[i] for i in gather], device=self._device)
         return logits.flatten(0, 1)[chosen].float()
-
-
-def attention_mask(model: PreTrainedModel, seen: Tensor) -> Tensor:
-    """A mask of the form that the model's attention expects; seen: (..., queries, keys) bool."""
-    if model.config._attn_implementation != "eager":
-        return seen
-    zeros = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
-    return zeros.masked_fill_(~seen, torch.finfo(model.dtype).min)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.canvas._base import CanvasRow, Draft
 from truedraft.canvas.layout import Layout
-from truedraft.canvas.passes import CompiledNodes, ForwardNodes, attention_mask
+from truedraft.canvas.passes import CompiledNodes, ForwardNodes
 from truedraft.canvas.reference import attended
+from truedraft.runtime.forward import attention_mask
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Panels, panels_of
 from truedraft.runtime.weights import NotCompilable

@@ -292,12 +292,15 @@ class ForwardPass(Runner):
         return self._attention_mask(near)
 
     def _attention_mask(self, seen: Tensor) -> Tensor:
-        seen = seen[:, None]
-        if self.model.config.get_text_config(decoder=True)._attn_implementation != "eager":
-            return seen
-        return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
-            ~seen, torch.finfo(self.model.dtype).min
-        )
+        return attention_mask(self.model, seen[:, None])
+
+
+def attention_mask(model: PreTrainedModel, seen: Tensor) -> Tensor:
+    """A mask of the form that the model's attention expects; seen: (rows, 1, queries, keys) bool."""
+    if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
+        return seen
+    zeros = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+    return zeros.masked_fill_(~seen, torch.finfo(model.dtype).min)
 
 
 def long_prompt(dtype: torch.dtype, width: int) -> int:
