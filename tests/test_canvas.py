@@ -397,6 +397,20 @@ def test_a_model_that_attends_backwards_only_is_refused() -> None:
         truedraft.accelerate(sharpened(Causal(model_of().config)), layout=Layout(MASK))
 
 
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+def test_a_model_that_is_changed_is_hosted_anew(runtime: str) -> None:
+    model, layout, prompt = model_of(), Layout(MASK, "blocks", 4), [7, 8, 9]
+    fast: Any = truedraft.accelerate(model, layout=layout, runtime=runtime)
+    fast.generate(torch.tensor([prompt]), max_new_tokens=9)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    for change in (lambda: model, model.double):
+        before, _ = fast.target, change()
+        output = fast.generate(torch.tensor([prompt]), max_new_tokens=9)
+        assert texts_of(output, 3) == [by_hand(model, prompt, 9, layout, "low-confidence")]
+        assert (fast.target is before) == (model.dtype == torch.float32)
+
+
 def test_drafts_that_do_not_pay_are_proposed_less_and_less() -> None:
     """A pass costs as much per canvas, and no draft is right; then a pass costs the same with all, and all are."""
     control = CanvasCosts(1)

@@ -90,7 +90,8 @@ class AcceleratedCanvas(StandIn):
                 )
         if control not in ("cost", "fixed"):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
-        self.target = hosted_canvas(model, layout, runtime, strict)
+        self._hosting = layout, runtime, strict
+        self.target = hosted_canvas(model, *self._hosting)
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         fixed = control == "fixed" or lossy
         self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts(weight_bytes)
@@ -149,6 +150,8 @@ class AcceleratedCanvas(StandIn):
             self._report = None
             if references is not None:
                 raise Refused("references are for autoregressive models: leave them out for a diffusion model")
+            if self.target.changed:
+                self.target = hosted_canvas(self.model, *self._hosting)
             prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
             settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
@@ -212,8 +215,8 @@ class AcceleratedCanvas(StandIn):
         """A deep copy of the model, accelerated in the same way."""
         speculator, policy = copy.copy(self.speculator), copy.copy(self.policy)
         memo[id(self)] = copied = AcceleratedCanvas(
-            copy.deepcopy(self.model, memo), self.tokenizer, speculator, policy, self.control.name,
-            "auto" if self.target.batch_invariant else "stock", False, self.layout,
+            copy.deepcopy(self.model, memo), self.tokenizer, speculator, policy, self.control.name, *self._hosting[1:],
+            self.layout,
         )  # fmt: skip
         return copied
 

@@ -16,6 +16,7 @@ from truedraft.canvas._base import CanvasRow, Draft
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.passes import CompiledNodes, ForwardNodes
 from truedraft.canvas.reference import attended
+from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import attention_mask
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Panels, panels_of
@@ -56,6 +57,7 @@ class CanvasTarget(ABC):
     hard_limit = None
 
     def __init__(self, model: PreTrainedModel, layout: Layout, runtime: str = "auto"):
+        self._made_of = fingerprint(model)
         self.model, self.layout = model, layout
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
@@ -76,6 +78,11 @@ class CanvasTarget(ABC):
     @property
     def runtime(self) -> str:
         return f"{self.runner.name} ({self.fallback_reason})" if self.fallback_reason else self.runner.name
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has changed since this was constructed, in more than the values of its weights."""
+        return fingerprint(self.model) != self._made_of
 
     @property
     def batch_invariant(self) -> bool:
