@@ -26,10 +26,12 @@ class Draft:
 
     fixed: what it fixes beyond the row's own.
     steps: of the policy that lead to it.
+    chance: of being reached, as far as what proposes it knows.
     """
 
     fixed: Fixed
     steps: int
+    chance: float = field(default=1.0, compare=False)
 
 
 OWN = Draft(NOTHING, 0)
@@ -279,14 +281,36 @@ class Policy(ABC):
         return 0
 
 
+class Rates:
+    """How often each of several outcomes was met, from a prior on.
+
+    prior: before any observation, whose weight is `doubt`. memory: weight that an observation keeps at each later one.
+    """
+
+    def __init__(self, prior: Sequence[float], doubt: float, memory: float):
+        self._met, self._of = [rate * doubt for rate in prior], [doubt] * len(prior)
+        self._memory = memory
+
+    def __getitem__(self, outcome: int) -> float:
+        return self._met[outcome] / self._of[outcome]
+
+    def observe(self, outcome: int, met: bool) -> None:
+        self._met[outcome] = self._memory * self._met[outcome] + met
+        self._of[outcome] = self._memory * self._of[outcome] + 1
+
+
 class Speculator(ABC):
     """Proposes canvases that a row may reach, to be scored in one pass with its own."""
 
     card: ClassVar[Card]
 
     @abstractmethod
-    def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
-        """Later canvases of a row, likeliest first."""
+    def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
+        """Later canvases of a row, by falling chance.
 
-    def observe(self, row: CanvasRow, policy: Policy, before: Predictions, step: Fixed) -> None:
-        """The step that a row took from its latest canvas, of which these were the predictions before."""
+        Args:
+            least: chance below which a canvas does not pay for its part of a pass.
+        """
+
+    def observe(self, row: CanvasRow, policy: Policy, drafts: Sequence[Draft], path: Sequence[Fixed]) -> None:
+        """What the row, as it was when these drafts were proposed, has fixed after each step since."""

@@ -92,9 +92,8 @@ class AcceleratedCanvas(StandIn):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict
         self.target = hosted_canvas(model, *self._hosting)
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         fixed = control == "fixed" or lossy
-        self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts(weight_bytes)
+        self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
         self._report: Report | None = None
         self._complete()
 
@@ -183,9 +182,11 @@ class AcceleratedCanvas(StandIn):
         self.target.layout = settings.layout
         self._report = report = self._new_report(watch)
         variants = getattr(self.speculator or policy, "canvases", MOST if self.speculator else 0)
+        watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
         engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
-        engine.score = watch.timed("target", engine.score)  # type: ignore[method-assign]
+        for part, name in (("draft", "propose"), ("target", "score"), ("target", "verify"), ("observe", "observe")):
+            setattr(engine, name, watch.timed(part, getattr(engine, name)))
         self.control.times = watch.times
         advance = watch.timed("all", engine.step)
         try:
