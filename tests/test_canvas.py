@@ -45,6 +45,7 @@ from truedraft.canvas.reference import step_by_step
 from truedraft.canvas.targets import BlockTarget, CanvasTarget, Variant
 from truedraft.errors import Refused
 from truedraft.runtime.nodes import Nodes
+from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 
 MASK, END, PAD = 98, 5, 0
@@ -412,29 +413,28 @@ def test_a_model_that_is_changed_is_hosted_anew(runtime: str) -> None:
 
 
 def test_drafts_that_do_not_pay_are_proposed_less_and_less() -> None:
-    """A pass costs as much per canvas, and no draft is right; then a pass costs the same with all, and all are."""
-    control = CanvasCosts(1)
-    control.times = PassTimes()
-    row: Any = None
-    drafts = [[Draft(frozenset([(0, 1)]), 1), Draft(frozenset([(0, 1), (1, 1)]), 2)]]
+    """No draft is right; then all are, and a canvas costs a third of a pass."""
+    control = CanvasCosts()
+    control.times, control._curve = PassTimes(), Curve((8, 16, 24), (1.0, 4 / 3, 5 / 3))
+    drafts = [[Draft(frozenset([(0, 1)]), 1, 0.6), Draft(frozenset([(0, 1), (1, 1)]), 2, 0.4)]]
 
-    def passes(count: int, right: bool, seconds: Callable[[int], float]) -> tuple[int, int]:
+    def passes(count: int, right: bool) -> tuple[int, int]:
         proposed = scored = 0
         for _ in range(count):
             offered = drafts if control.drafting() else [[]]
-            [kept] = control.cut([row], offered, [[8, 8, 8][: len(offered[0]) + 1]])
+            [kept] = control.cut(offered, [[8, 8, 8][: len(offered[0]) + 1]])
             proposed, scored = proposed + bool(offered[0]), scored + kept
-            control.times.target += seconds(8 + 8 * kept)
+            control.times.target += 1 + kept / 3
             steps = [draft.fixed for draft in drafts[0]] if right else [frozenset([(2, 2)])]
             control.observe(offered, [steps[: kept + 1]])
         return proposed, scored
 
-    passes(100, False, lambda nodes: nodes / 8)
-    proposed, scored = passes(320, False, lambda nodes: nodes / 8)
+    passes(100, False)
+    proposed, scored = passes(320, False)
     assert 5 <= proposed <= 20 and scored <= 4
-    passes(600, True, lambda nodes: 1.0)
-    proposed, scored = passes(100, True, lambda nodes: 1.0)
-    assert proposed == 100 and scored == 200
+    passes(600, True)
+    proposed, scored = passes(100, True)
+    assert proposed >= 96 and scored == 2 * proposed
 
 
 def test_a_call_ends_with_the_cache_released(model: Any) -> None:
@@ -493,7 +493,7 @@ def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two positions with near confidences the second is fixed, beside the first canvas of a pass."""
     verify = CanvasEngine._verify
 
-    def swapped(self: Any, slot: int, row: Any, batch: Any, variants: Any, logits: Tensor) -> Any:
+    def swapped(self: Any, row: Any, batch: Any, variants: Any, logits: Tensor) -> Any:
         scored, choose = 0, self.policy.choose
 
         def second(predictions: Any, of_row: Any) -> Any:
@@ -505,7 +505,7 @@ def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
         self.policy.choose = second
         try:
-            return verify(self, slot, row, batch, variants, logits)
+            return verify(self, row, batch, variants, logits)
         finally:
             self.policy.choose = choose
 

@@ -13,7 +13,7 @@ from truedraft.runtime import latency
 from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 
-LONGEST = 32  # passes from one proposal to the next
+LONGEST = 32  # passes from one proposal to the next, and from one pass without drafts to the next
 MARGIN = 0.7  # of the least chance of a proposal, since passes of some widths cost little more
 
 
@@ -70,7 +70,7 @@ class CanvasCosts(CanvasControl):
 
     name = "cost"
     rate = 0.1  # learning rate of the costs of passes
-    bins, doubt, memory = 8, 8.0, 0.99  # of chances; weight of the given ones in each; weight that an observation keeps
+    bins, doubt, memory = 8, 8.0, 0.97  # of chances; weight of the given ones in each; weight that an observation keeps
 
     def __init__(self) -> None:
         self._target: CanvasTarget | None = None
@@ -80,6 +80,7 @@ class CanvasCosts(CanvasControl):
         self._proposal = 0.0  # seconds of proposing for a pass, a moving average
         self._width = self._plain = 0
         self._idle = self._paused = 0  # proposals in a row that did not pay; passes until the next one
+        self._scored = LONGEST  # passes with drafts in a row
 
     def open(self, target: CanvasTarget, steps: int) -> None:
         """Measure passes within a small share of the call's time, until enough are measured."""
@@ -92,7 +93,7 @@ class CanvasCosts(CanvasControl):
     def drafting(self) -> bool:
         self._paused -= 1
         self._proposing = self.times.draft + self.times.observe
-        return self._paused < 0
+        return self._paused < 0 and self._scored < LONGEST
 
     def least(self, widths: Sequence[int]) -> float:
         plain = sum(widths)
@@ -110,6 +111,7 @@ class CanvasCosts(CanvasControl):
                 best, kept, self._width, gained = goodput, list(counts), nodes, steps
         if any(drafts):
             self._pause(gained / (self._curve(self._width) + self._spent()) > plain)
+        self._scored = self._scored + 1 if any(kept) else 0
         self._before = self.times.target
         return kept
 
