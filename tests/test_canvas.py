@@ -44,8 +44,8 @@ from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.reference import step_by_step
 from truedraft.canvas.targets import BlockTarget, CanvasTarget, Variant
 from truedraft.errors import Refused
-from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.curve import Curve
+from truedraft.runtime.nodes import Nodes
 from truedraft.stats import PassTimes
 
 MASK, END, PAD = 98, 5, 0
