@@ -153,7 +153,7 @@ class AcceleratedCanvas(StandIn):
             if self.target.changed:
                 self.target = hosted_canvas(self.model, *self._hosting)
             prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
-            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
+            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given, self.tokenizer)
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
             if streamer is not None and len(prompts) > 1:
                 raise Refused(f"streamer: one text can be streamed, and there are {len(prompts)} rows")
@@ -175,7 +175,7 @@ class AcceleratedCanvas(StandIn):
                     f"model's context has {context}: lower max_new_tokens or shorten the prompt"
                 )
             canvas = Canvas.behind(prompt, settings.layout.mask, length)
-            rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new))
+            rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new, settings.stops))
         return rows
 
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
