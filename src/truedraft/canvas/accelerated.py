@@ -186,6 +186,7 @@ class AcceleratedCanvas(StandIn):
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
         engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
         engine.score = watch.timed("target", engine.score)  # type: ignore[method-assign]
+        engine.propose = watch.timed("draft", engine.propose)  # type: ignore[method-assign]
         self.control.times = watch.times
         advance = watch.timed("all", engine.step)
         try:

@@ -66,7 +66,7 @@ class CanvasEngine:
         for row in self.rows:
             row.reach = self.policy.reach(row)
         drafting = self.control.drafting()
-        proposed = [self._propose(row) if drafting else [] for row in self.rows]
+        proposed = [self.propose(row) if drafting else [] for row in self.rows]
         possible = [
             [self.target.variant(row, draft) for draft in (OWN, *drafts)]
             for row, drafts in zip(self.rows, proposed, strict=True)
@@ -90,7 +90,7 @@ class CanvasEngine:
         """The pass, whose time the control reads."""
         return self.target.score(variants)
 
-    def _propose(self, row: CanvasRow) -> list[Draft]:
+    def propose(self, row: CanvasRow) -> list[Draft]:
         """The drafts of a row; none that are finished, which have nothing to score."""
         drafts = self.speculator.propose(row, self.policy) if self.speculator else self.policy.hypotheses(row)
         return [draft for draft in drafts if not row.finishes(draft.fixed)]
