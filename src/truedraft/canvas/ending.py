@@ -6,9 +6,21 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 OUTSIDE = 2**31  # an id that is in no vocabulary, and so in no stop string
+
+
+class OutputStrings(StopStringCriteria):
+    """Stop strings in the output alone: those that begin in the prompt do not count, as in OpenAI's API.
+
+    prompt: its length.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: list[str], prompt: int):
+        super().__init__(tokenizer, strings)
+        self.prompt = prompt
 
 
 def first_end(
@@ -28,4 +40,5 @@ def first_end(
 def _windows(text: Sequence[int], start: int, criterion: StopStringCriteria) -> torch.LongTensor:
     """(len(text) - start, width) the last tokens of each prefix that ends at `start` or later, as many as are read."""
     width = criterion.maximum_token_len
-    return torch.tensor([*[OUTSIDE] * width, *text][start + 1 :]).unfold(0, width, 1)  # type: ignore[return-value]
+    prompt = criterion.prompt if isinstance(criterion, OutputStrings) else 0
+    return torch.tensor([*[OUTSIDE] * (width + prompt), *text[prompt:]][start + 1 :]).unfold(0, width, 1)  # type: ignore[return-value]

@@ -28,7 +28,6 @@ class CanvasEngine:
         target: reserved for these rows.
         policy: the steps.
         speculator: proposes later canvases; None for one step per pass.
-        chooser: of tokens.
         control: how many canvases to propose.
     """
 
@@ -37,15 +36,19 @@ class CanvasEngine:
         target: CanvasTarget,
         policy: Policy,
         speculator: Speculator | None,
-        chooser: Chooser,
         control: CanvasControl,
     ):
         self.target, self.policy, self.speculator = target, policy, speculator
-        self.chooser, self.control = chooser, control
+        self.control = control
         self.rows: list[CanvasRow] = []
+        self._given: list[tuple[Chooser, bool]] = []  # by slot: of tokens; whether canvases are proposed
 
-    def admit(self, rows: Sequence[CanvasRow]) -> None:
+    def admit(self, rows: Sequence[CanvasRow], chooser: Chooser, drafting: bool = True) -> None:
         """Begin rows, and read their prompts.
+
+        Args:
+            chooser: of their tokens.
+            drafting: whether canvases are proposed for them.
 
         Raises:
             Refused: the policy cannot fill canvases of this layout.
@@ -56,6 +59,7 @@ class CanvasEngine:
         for row, count in zip(rows, committed, strict=True):
             row.committed = count
         self.rows += rows
+        self._given += [(chooser, drafting)] * len(rows)
 
     @property
     def running(self) -> bool:
@@ -66,7 +70,10 @@ class CanvasEngine:
         for row in self.rows:
             row.reach = self.policy.reach(row)
         drafting = self.control.drafting()
-        proposed = [self.propose(row) if drafting else [] for row in self.rows]
+        proposed = [
+            self.propose(row) if drafting and wanted else []
+            for row, (_, wanted) in zip(self.rows, self._given, strict=True)
+        ]
         possible = [
             [self.target.variant(row, draft) for draft in (OWN, *drafts)]
             for row, drafts in zip(self.rows, proposed, strict=True)
@@ -83,7 +90,7 @@ class CanvasEngine:
         self.control.observe(proposed, reached)
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
-                self._release(slot)
+                self.release(slot)
         return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
 
     def score(self, variants: Sequence[Sequence[Variant]]) -> list[Tensor]:
@@ -103,7 +110,7 @@ class CanvasEngine:
 
         The row goes on from the last.
         """
-        predictions = self.chooser.predictions(
+        predictions = self._given[slot][0].predictions(
             logits, row.index, [row.step + draft.steps for draft in batch], [one.masked for one in variants],
             [one.block for one in variants],
         )  # fmt: skip
@@ -126,8 +133,9 @@ class CanvasEngine:
         row.advance()
         return path
 
-    def _release(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Remove a row; the last one moves into its slot."""
         self.target.release(slot)
-        self.rows[slot] = self.rows[-1]
+        self.rows[slot], self._given[slot] = self.rows[-1], self._given[-1]
         self.rows.pop()
+        self._given.pop()

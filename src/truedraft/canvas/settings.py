@@ -16,6 +16,8 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from truedraft.call.arguments import with_stop_strings
+from truedraft.canvas._base import Canvas, CanvasRow
+from truedraft.canvas.ending import OutputStrings
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.policies._base import Reference
@@ -125,7 +127,7 @@ def _config(model: Any, kwargs: dict[str, Any]) -> GenerationConfig:
 
 def _stops(criteria: Iterable[Any]) -> tuple[StopStringCriteria, ...]:
     for criterion in criteria:
-        if type(criterion) is not StopStringCriteria:
+        if type(criterion) not in (StopStringCriteria, OutputStrings):
             raise Refused(
                 f"stopping_criteria {type(criterion).__name__} is not supported for diffusion models: canvases are "
                 "asked whether they end that may never be reached, and it may keep count; give stop_strings or "
@@ -216,3 +218,24 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout, vocabulary: int
         if not 0 <= min(row) <= max(row) < vocabulary:
             raise Refused(f"the prompt of row {i} has token ids outside the model's vocabulary of {vocabulary}")
     return rows
+
+
+def row_of(prompt: list[int], settings: Settings, index: int, context: int | None) -> CanvasRow:
+    """A prompt with its canvas.
+
+    Args:
+        index: of the row, for its noise.
+        context: positions that the model was trained for; None where that is not known.
+
+    Raises:
+        Refused: the canvas does not fit the context.
+    """
+    blocks = settings.layout.blocks(len(prompt), settings.new)
+    length = blocks[-1].stop
+    if context is not None and length > context:
+        raise Refused(
+            f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
+            f"model's context has {context}: lower max_new_tokens or shorten the prompt"
+        )
+    canvas = Canvas.behind(prompt, settings.layout.mask, length)
+    return CanvasRow(index, canvas, len(prompt), blocks, settings.ends, settings.new, settings.stops)
