@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.call.surroundings import defaults, exclusive
-from truedraft.canvas._base import Canvas, CanvasRow, Policy, Speculator
+from truedraft.canvas._base import CanvasRow, Policy, Speculator
+from truedraft.canvas.continuous import ContinuousCanvas
 from truedraft.canvas.control import CanvasControl, CanvasCosts, FixedCanvases
 from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import Layout
-from truedraft.canvas.settings import Settings, prompts_of, settings_of, with_tokens
+from truedraft.canvas.settings import Settings, prompts_of, row_of, settings_of, with_tokens
 from truedraft.card import method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
@@ -152,45 +153,27 @@ class AcceleratedCanvas(StandIn):
             if self.target.changed:
                 self.target = hosted_canvas(self.model, *self._hosting)
             prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
-            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
+            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given, self.tokenizer)
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
             if streamer is not None and len(prompts) > 1:
                 raise Refused(f"streamer: one text can be streamed, and there are {len(prompts)} rows")
-            rows = self._rows(prompts, settings)
+            rows = [row_of(prompt, settings, i, self.target.context) for i, prompt in enumerate(prompts)]
             hooks = Hooks(streamer, on_pass, on_read, on_canvas)
             self._decode(rows, settings, hooks)
             assert inputs is not None
             return _output(inputs, rows, settings)
 
-    def _rows(self, prompts: list[list[int]], settings: Settings) -> list[CanvasRow]:
-        """Raises Refused where a canvas does not fit the context."""
-        rows = []
-        for i, prompt in enumerate(prompts):
-            blocks = settings.layout.blocks(len(prompt), settings.new)
-            length, context = blocks[-1].stop, self.target.context
-            if context is not None and length > context:
-                raise Refused(
-                    f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
-                    f"model's context has {context}: lower max_new_tokens or shorten the prompt"
-                )
-            canvas = Canvas.behind(prompt, settings.layout.mask, length)
-            rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new))
-        return rows
-
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
         self.target.layout = settings.layout
         self._report = report = self._new_report(watch)
-        variants = getattr(self.speculator or policy, "canvases", MOST if self.speculator else 0)
         watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
-        self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
-        engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
-        for part, name in (("draft", "propose"), ("target", "score"), ("target", "verify"), ("observe", "observe")):
-            setattr(engine, name, watch.timed(part, getattr(engine, name)))
-        self.control.times = watch.times
+        self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)
+        engine = CanvasEngine(self.target, policy, self.speculator, self.control)
+        engine.time(watch)
         advance = watch.timed("all", engine.step)
         try:
-            watch.timed("prefill", engine.admit)(rows)
+            watch.timed("prefill", engine.admit)(rows, settings.chooser)
             hooks.read(rows)
             while engine.running:
                 report.passes.append(advance())
@@ -199,6 +182,24 @@ class AcceleratedCanvas(StandIn):
             self.target.free()
             self.target.layout = self.layout
             hooks.end()
+
+    @property
+    def _canvases(self) -> int:
+        """Most canvases of a row in a pass besides its own."""
+        return getattr(self.speculator or self.policy, "canvases", MOST if self.speculator else 0)
+
+    def engine(self, max_rows: int, max_tokens: int, *_: Any) -> ContinuousCanvas:
+        """A running batch of requests; see `ContinuousCanvas`. Its prompts are read whole, and no prefixes are kept."""
+        target = hosted_canvas(self.model, *self._hosting)
+        return ContinuousCanvas(
+            target, self.policy, self.speculator, self.control, self.tokenizer, self._new_report, max_rows, max_tokens,
+            self._canvases,
+        )  # fmt: skip
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The drafter's name, and the guarantee."""
+        return self._drafter, self.policy.guarantee
 
     def _new_report(self, watch: Stopwatch) -> Report:
         lossy = self.policy.guarantee == "none"

@@ -20,6 +20,7 @@ from truedraft.canvas.control import CanvasControl
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.targets import CanvasTarget, Variant
 from truedraft.stats import Emission, Pass
+from truedraft.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class CanvasEngine:
         target: reserved for these rows.
         policy: the steps.
         speculator: proposes later canvases; None for one step per pass.
-        chooser: of tokens.
         control: how many canvases to propose.
     """
 
@@ -52,15 +52,25 @@ class CanvasEngine:
         target: CanvasTarget,
         policy: Policy,
         speculator: Speculator | None,
-        chooser: Chooser,
         control: CanvasControl,
     ):
         self.target, self.policy, self.speculator = target, policy, speculator
-        self.chooser, self.control = chooser, control
+        self.control = control
         self.rows: list[CanvasRow] = []
+        self._given: list[tuple[Chooser, bool]] = []  # by slot: of tokens; whether canvases are proposed
 
-    def admit(self, rows: Sequence[CanvasRow]) -> None:
+    def time(self, watch: Stopwatch) -> None:
+        """Count the time of the parts of passes; the control reads it."""
+        for part, name in (("draft", "propose"), ("target", "score"), ("target", "verify"), ("observe", "observe")):
+            setattr(self, name, watch.timed(part, getattr(self, name)))
+        self.control.times = watch.times
+
+    def admit(self, rows: Sequence[CanvasRow], chooser: Chooser, drafting: bool = True) -> None:
         """Begin rows, and read their prompts.
+
+        Args:
+            chooser: of their tokens.
+            drafting: whether canvases are proposed for them.
 
         Raises:
             Refused: the policy cannot fill canvases of this layout.
@@ -71,6 +81,7 @@ class CanvasEngine:
         for row, count in zip(rows, committed, strict=True):
             row.committed = count
         self.rows += rows
+        self._given += [(chooser, drafting)] * len(rows)
 
     @property
     def running(self) -> bool:
@@ -101,7 +112,7 @@ class CanvasEngine:
             emitted.append(Emission(row.index, row.emit(), len(found.path) - 1, len(batch) - 1))
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
-                self._release(slot)
+                self.release(slot)
         return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
 
     def propose(self, widths: Sequence[int]) -> list[list[Draft]]:
@@ -111,10 +122,11 @@ class CanvasEngine:
         """
         least = self.control.least(widths)
         found = []
-        for row in self.rows:
-            if self.speculator is None:
+        for row, (_, drafting) in zip(self.rows, self._given, strict=True):
+            drafts: list[Draft] = []
+            if drafting and self.speculator is None:
                 drafts = self.policy.hypotheses(row)
-            else:
+            elif drafting and self.speculator is not None:
                 drafts = self.speculator.propose(row, self.policy, least)
             found.append([draft for draft in drafts if not row.finishes(draft.fixed)])
         return found
@@ -127,17 +139,19 @@ class CanvasEngine:
         self, batches: Sequence[Sequence[Draft]], variants: Sequence[Sequence[Variant]], logits: Sequence[Tensor]
     ) -> list[Verified]:
         """The steps of all rows."""
-        return [self._verify(*of_row) for of_row in zip(self.rows, batches, variants, logits, strict=True)]
+        return [self._verify(*of_row) for of_row in zip(range(len(self.rows)), batches, variants, logits, strict=True)]
 
     def observe(self, drafts: Sequence[Sequence[Draft]], paths: Sequence[Sequence[Fixed]]) -> None:
         """Let the speculator learn from what the rows have fixed after each step."""
         if self.speculator is not None:
-            for row, of_row, path in zip(self.rows, drafts, paths, strict=True):
-                self.speculator.observe(row, self.policy, of_row, path)
+            for row, (_, drafting), of_row, path in zip(self.rows, self._given, drafts, paths, strict=True):
+                if drafting:
+                    self.speculator.observe(row, self.policy, of_row, path)
 
-    def _verify(self, row: CanvasRow, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor) -> Verified:
+    def _verify(self, slot: int, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor) -> Verified:
         """Follow the steps of the policy from the row's own canvas, or from one that it prefers."""
-        predictions = self.chooser.predictions(
+        row = self.rows[slot]
+        predictions = self._given[slot][0].predictions(
             logits, row.index, [row.step + draft.steps for draft in batch], [one.masked for one in variants],
             [one.block for one in variants],
         )  # fmt: skip
@@ -160,8 +174,9 @@ class CanvasEngine:
         row.predictions = verified.predictions
         row.advance()
 
-    def _release(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Remove a row; the last one moves into its slot."""
         self.target.release(slot)
-        self.rows[slot] = self.rows[-1]
+        self.rows[slot], self._given[slot] = self.rows[-1], self._given[-1]
         self.rows.pop()
+        self._given.pop()
