@@ -64,14 +64,14 @@ class CanvasEngine:
     def step(self) -> Pass:
         """One pass over all rows."""
         for row in self.rows:
-            row.reach = self.policy.reach(row)
+            row.reach, row.causal = self.policy.reach(row), self.policy.causal(row)
         drafting = self.control.drafting()
         proposed = [self._propose(row) if drafting else [] for row in self.rows]
         possible = [
             [self.target.variant(row, draft) for draft in (OWN, *drafts)]
             for row, drafts in zip(self.rows, proposed, strict=True)
         ]
-        kept = self.control.cut(self.rows, proposed, [[len(one.tokens) for one in row] for row in possible])
+        kept = self.control.cut(self.rows, proposed, [[one.width for one in row] for row in possible])
         batches = [[OWN, *drafts[:count]] for drafts, count in zip(proposed, kept, strict=True)]
         variants = [row[: count + 1] for row, count in zip(possible, kept, strict=True)]
         logits = self.score(variants)
@@ -84,7 +84,7 @@ class CanvasEngine:
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
                 self._release(slot)
-        return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
+        return Pass(max(sum(one.width for one in row) for row in variants), tuple(emitted))
 
     def score(self, variants: Sequence[Sequence[Variant]]) -> list[Tensor]:
         """The pass, whose time the control reads."""
