@@ -3,7 +3,8 @@
 Each pass predicts a token at each of the next masks. A guide, a small causal model, reads them in one forward. At each
 place its law given the predictions before, p_A, is mixed with the diffusion model's, p_D: the product of experts
 p_D^R p_A^(1-R), of which a token is chosen with the noise that chose the prediction (universal coupling; greedily both
-are the likeliest tokens). The longest run of predictions that are chosen again is fixed, and always the first one.
+are the likeliest tokens). The first prediction is fixed, as the diffusion model alone predicts it, and behind it the
+longest run of predictions that are chosen again.
 
 The released code adds logits instead of log-probabilities, which differ by a constant that changes no law, and chooses
 again without noise: its drawn predictions are compared with the likeliest tokens of the mixture. It also keeps keys and
@@ -33,8 +34,7 @@ class Apd(Guided):
         idea="Fix the longest run of predictions that a mixture with a small causal model chooses too.",
         family="guide",
         needs=("guide",),
-        published="Dream 7B with a guide of 0.5 B decodes faster than an autoregressive model of its size, at a small "
-        "loss of quality.",
+        published="Markedly higher throughput of Dream 7B, with a guide of 0.5 B, at a small loss of quality.",
     )
     model: Any = None  # the guide: a causal model of the same tokenizer, or its name
     weight: float = knob(0.7, 0, 1)  # R, of the diffusion model (0.7)
@@ -56,5 +56,5 @@ class Apd(Guided):
         own = predictions.scores[: len(draft)]
         mixed = self.weight * own + (1 - self.weight) * guide.to(own.device)
         chosen = predictions.again(mixed)
-        differs = (i for i, (one, other) in enumerate(zip(draft, chosen, strict=True)) if one != other)
-        return predictions.fix(range(max(next(differs, len(draft)), 1)))
+        differs = (i for i, (one, other) in enumerate(zip(draft, chosen, strict=True)) if i and one != other)
+        return predictions.fix(range(next(differs, len(draft))))

@@ -99,13 +99,13 @@ class S2d2(LossyPolicy):
             row.canvas.write(frozenset((place, state.mask) for place in predictions.positions[count:]))
             return _fixed(predictions, tokens, range(count))
         above = [i for i, p in enumerate(sure) if p > self.threshold]
-        if self._worth(predictions, run, len(above), state):
+        if self._verifies(predictions, run, len(above), state):
             state.verifying = True
             row.canvas.write(_fixed(predictions, tokens, range(len(tokens))))
             return NOTHING
         return _fixed(predictions, tokens, above or [max(range(len(sure)), key=sure.__getitem__)])
 
-    def _worth(self, predictions: Predictions, run: list[int], above: int, state: Row) -> bool:
+    def _verifies(self, predictions: Predictions, run: list[int], above: int, state: Row) -> bool:
         """Whether to verify the run of masks."""
         if self.router == "span":
             return len(run) >= self.span
