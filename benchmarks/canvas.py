@@ -61,12 +61,14 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
     sides["ssd, cost"] = truedraft.accelerate(model, tokenizer, draft="ssd:canvases=8")
     kind = "canvas.policies.lossy"
     for name in (*registry.names(kind), *registry.presets(kind)) if lossy else ():
-        if "training" not in registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs:
-            sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=f"lossy/{name}")
+        needs = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs
+        if "training" not in needs:
+            rule = registry.load(kind, name, **({"model": judge} if "guide" in needs else {}))
+            sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=rule)
     rows = []
     for subject, texts in prompts(few).items():
         inputs = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-        results: dict[str, Any] = {name: {"seconds": [], "texts": [], "passes": 0} for name in sides}
+        results: dict[str, Any] = {name: {"seconds": [], "texts": [], "passes": 0, "tokens": 0} for name in sides}
         for turn in range(rounds):
             for name, side in sides.items():
                 start = time.perf_counter()
@@ -75,6 +77,7 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
                     if turn == 0:
                         results[name]["texts"].append(out)
                         results[name]["passes"] += len(side.report().passes)
+                        results[name]["tokens"] += side.report().tokens
                 results[name]["seconds"].append(time.perf_counter() - start)
         reference = results["reference"]
         for name, found in results.items():
@@ -88,6 +91,7 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
             rows.append({
                 "method": name, "prompts": subject, "passes": found["passes"],
                 "fewer_passes": reference["passes"] / found["passes"],
+                "tokens_per_pass": found["tokens"] / found["passes"],
                 "speed": statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True)),
                 "same_text": all(one == other for one, other, _ in pairs),
                 "agreement": same / max(sum(len(one) - ids.shape[1] for one, _, ids in pairs), 1),

@@ -93,6 +93,7 @@ class AcceleratedCanvas(StandIn):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict
         self.target = hosted_canvas(model, *self._hosting)
+        self.policy.bind(self.target.vocabulary, layout, tokenizer)
         fixed = control == "fixed" or lossy
         self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
         self._report: Report | None = None
@@ -165,7 +166,7 @@ class AcceleratedCanvas(StandIn):
 
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
-        self.target.layout = settings.layout
+        self.target.layout, self.target.causal_cache = settings.layout, policy.causal_cache
         self._report = report = self._new_report(watch)
         watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)
