@@ -26,7 +26,7 @@ from truedraft.standin import StandIn
 from truedraft.stats import Pass, Report
 from truedraft.stopwatch import Stopwatch
 
-REFERENCE, SPECULATOR = "low-confidence", "freedave"
+REFERENCE, SPECULATOR = "low-confidence", "lattice"
 MOST = 64  # most canvases of a row in a pass besides its own
 
 
