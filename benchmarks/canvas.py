@@ -5,7 +5,7 @@
 Every method decodes the same prompts in turn, in rounds; the reference is the same model with one canvas per pass.
 Exact text is compared with it. Agreement of a lossy text is the share of its tokens that are the reference's at the
 same place; its loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of
-the reference's text.
+the reference's text. `nano` is also the guide of policies that need one.
 """
 
 from __future__ import annotations
