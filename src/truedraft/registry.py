@@ -3,8 +3,8 @@
 `drafters/lookup/prompt_lookup.py` is the drafter `prompt-lookup`: folders group methods and are no part of their names,
 and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
 (`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`,
-`truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`), each entry pointing to
-a class.
+`truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`,
+`truedraft.canvas.views`), each entry pointing to a class.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ KINDS = {
         "Lossy policies of diffusion models",
         "More positions per step than step-by-step decoding fixes: another text; only by explicit choice.",
         "rule",
+        "lossy/NAME",
+    ),
+    "canvas.views": Kind(
+        "CanvasView",
+        "view of diffusion models",
+        "Views of diffusion models",
+        "Passes over a part of the canvas, the rest as it was stored: another text; only by explicit choice.",
+        "view",
         "lossy/NAME",
     ),
 }
@@ -209,6 +217,28 @@ def check_lossy_view(spec: str) -> None:
         Refused: as `lossy_view`, but for what only the view itself checks.
     """
     _check_views(_lossy(spec), spec)
+
+
+def canvas_view(spec: str) -> Any:
+    """The view of `lossy/NAME` which a diffusion model generates under.
+
+    Raises:
+        Refused: another form, or an unknown view or knob.
+    """
+    check_canvas_view(spec)
+    return load("canvas.views", spec.removeprefix("lossy/"))
+
+
+def check_canvas_view(spec: str) -> None:
+    """The checks of `canvas_view` for names and knobs, without importing the views.
+
+    Raises:
+        Refused: as `canvas_view`.
+    """
+    name = spec.removeprefix("lossy/")
+    check("canvas.views", name)
+    if name == spec:
+        raise Refused(f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}'")
 
 
 def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:

@@ -249,10 +249,12 @@ class Policy(ABC):
 
     guarantee: `tokens` of a reference, decoding step by step as models define it (`policies/`); `none` where more is
         fixed at a time than the reference would fix (`policies/lossy/`).
+    ordered: whether the first masked positions of the block are fixed next, whatever is predicted.
     """
 
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
+    ordered: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
