@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class D2cache(CanvasView):
         order = importance.argsort(descending=True, stable=True)
         count = int((importance[order].cumsum(0) <= self.share * importance.sum()).sum())
         found = sorted(chosen.union(order[: max(count, 1)].tolist()))
-        gaps = (range(a, b) for a, b in zip(found, found[1:], strict=False) if b - a <= self.gap)
+        gaps = (range(a, b) for a, b in pairwise(found) if b - a <= self.gap)
         return sorted({*found, *(i for between in gaps for i in between)})
 
     def _candidates(self, row: CanvasRow) -> list[int]:

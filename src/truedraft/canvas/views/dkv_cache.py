@@ -39,8 +39,8 @@ class DkvCache(CanvasView):
     def check(self, policy: Policy) -> None:
         if self.window and not policy.ordered:
             raise Refused(
-                f"lossy/dkv-cache:window={self.window} computes positions around the next one, and this rule chooses it "
-                "by the predictions: choose rule='left-to-right', or window=0"
+                f"lossy/dkv-cache:window={self.window} computes positions around the next one, and this rule chooses "
+                "it by the predictions: choose rule='left-to-right', or window=0"
             )
 
     def positions(self, row: CanvasRow) -> Iterable[int]:

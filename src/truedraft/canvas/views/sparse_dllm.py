@@ -61,7 +61,8 @@ class SparseDllm(CanvasView):
         pooled = torch.nn.functional.max_pool1d(
             score[outside][None].float(), self.pool, stride=1, padding=self.pool // 2
         )[0]
-        best = pooled[: len(outside)].topk(int(self.kept * len(outside))).indices
+        order = pooled[: len(outside)].argsort(descending=True, stable=True)  # neighbours have equal values
+        best = order[: int(self.kept * len(outside))]
         seen = torch.zeros_like(score, dtype=torch.bool)
         seen[torch.tensor(outside, device=score.device)[best]] = True
         return seen
