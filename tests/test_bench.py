@@ -22,6 +22,8 @@ from truedraft.bench.oracle import Oracle, theory
 from truedraft.bench.roofline import Gauge, Machine, measure_passes, roofline
 from truedraft.bench.sides import Clock, Side, transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
+from truedraft.canvas._base import CanvasRow, Draft, Policy
+from truedraft.canvas.speculators.freedave import Freedave
 from truedraft.cli import main
 from truedraft.cli._models import load
 from truedraft.targets.decoder import DecoderTarget
@@ -245,3 +247,32 @@ def test_wrong_option_is_refused_in_one_line(
     assert main(["bench", "nano", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_diffusion_model_is_compared_with_its_own_forward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, page = tmp_path / "prompts.txt", tmp_path / "page.html"
+    prompts.write_text("one day, a little girl")
+    arguments = ["bench", "nano-diffusion", "--prompts", str(prompts), "--max-new-tokens", "12", "--rounds", "1"]
+    assert main([*arguments, "--draft", "freedave", "--json", "--html", str(page)]) == 0
+    alone, none, drafted = json.loads(capsys.readouterr().out)["figures"]
+    assert [f["side"] for f in (alone, none, drafted)] == ["its own forward", "no drafts", "freedave"]
+    assert all(f["differs"] is None and f["tokens"] == 12 and f["speed_up"] for f in (alone, none, drafted))
+    assert alone["passes"] == none["passes"] >= 12 and drafted["passes"] <= none["passes"]
+    assert alone["runtime"] == "transformers forward" and none["against_no_drafts"] == none["bound"] == 1
+    assert "freedave" in page.read_text()
+
+    def wrong(self: Freedave, row: CanvasRow, policy: Policy) -> list[Draft]:
+        row.canvas.tokens[row.prompt - 1] = 7
+        return []
+
+    monkeypatch.setattr(Freedave, "propose", wrong)
+    assert main([*arguments, "--draft", "freedave", "--json"]) == 1
+    assert "instead of" in json.loads(capsys.readouterr().out)["figures"][2]["differs"]
+
+
+@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--lossy", "lossy/window-kv"]])
+def test_what_has_no_meaning_for_a_diffusion_model(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "nano-diffusion", *flag]) == 2
+    assert f"{flag[0]} has no meaning for a diffusion model" in capsys.readouterr().err

@@ -330,6 +330,21 @@ def test_rows_of_a_batch_have_the_text_that_they_have_alone(model: Any, name: st
         assert together == alone
 
 
+@pytest.mark.parametrize("name", ["dual-cache", "d2cache"])
+def test_requests_that_enter_and_leave_have_the_text_that_they_have_alone(model: Any, name: str) -> None:
+    fast: Any = truedraft.accelerate(model, layout=LAYOUTS[1], view=f"lossy/{name}")
+    rng, engine = random.Random(8), fast.engine(max_rows=2, max_tokens=32)
+    inputs = [torch.tensor([[rng.randrange(6, 98) for _ in range(length)]]) for length in (5, 9, 3, 8)]
+    given = [{"max_new_tokens": new, "suppress_tokens": [END]} for new in (12, 4, 9, 11)]
+    requests = [engine.add_request(ids, **more) for ids, more in zip(inputs, given, strict=True)]
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    for request, ids, more in zip(requests, inputs, given, strict=True):
+        assert request.tokens == fast.generate(ids, **more)[0, ids.shape[1] :].tolist()
+        assert request.report().guarantee == fast.names[1] == "none"
+
+
 POLICIES = ["low-confidence", "left-to-right", *(f"lossy/{name}" for name in registry.names("canvas.policies.lossy"))]
 
 
@@ -351,7 +366,7 @@ def test_views_serve_every_policy(model: Any, name: str) -> None:
     ("arguments", "message"),
     [
         ({"view": "dual-cache"}, "choose it with view='lossy/dual-cache'"),
-        ({"view": "lossy/dual"}, "there is no view of diffusion models 'dual': did you mean 'dual-cache'"),
+        ({"view": "lossy/dual"}, "there is no canvas view 'dual': did you mean 'dual-cache'"),
         ({"view": "lossy/dual-cache:refresh=-1"}, "dual-cache:refresh=-1: give a whole number, 0 to"),
         ({"view": 3}, "give lossy/ and the name of a view of diffusion models"),
         ({"view": "lossy/dual-cache", "draft": "freedave"}, "which lossy/dual-cache replaces"),

@@ -94,12 +94,7 @@ KINDS = {
         "lossy/NAME",
     ),
     "canvas.views": Kind(
-        "CanvasView",
-        "view of diffusion models",
-        "Views of diffusion models",
-        "Passes over a part of the canvas, the rest as it was stored: another text; only by explicit choice.",
-        "view",
-        "lossy/NAME",
+        "CanvasView", "canvas view", "Views of diffusion models", "Part of a canvas is computed.", "view", "lossy/NAME"
     ),
 }
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
@@ -219,26 +214,12 @@ def check_lossy_view(spec: str) -> None:
     _check_views(_lossy(spec), spec)
 
 
-def canvas_view(spec: str) -> Any:
-    """The view of `lossy/NAME` which a diffusion model generates under.
-
-    Raises:
-        Refused: another form, or an unknown view or knob.
-    """
-    check_canvas_view(spec)
-    return load("canvas.views", spec.removeprefix("lossy/"))
-
-
-def check_canvas_view(spec: str) -> None:
-    """The checks of `canvas_view` for names and knobs, without importing the views.
-
-    Raises:
-        Refused: as `canvas_view`.
-    """
-    name = spec.removeprefix("lossy/")
-    check("canvas.views", name)
-    if name == spec:
+def canvas_view(spec: str) -> str:
+    """The view of `lossy/NAME`, which a diffusion model generates under, as `load` and `check` take it; raises Refused
+    for another form."""
+    if not spec.startswith("lossy/"):
         raise Refused(f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}'")
+    return spec.removeprefix("lossy/")
 
 
 def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:

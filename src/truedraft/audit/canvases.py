@@ -56,7 +56,15 @@ class Oracle:
     def row(self, side: AcceleratedCanvas, prompt: Sequence[int], index: int, settings: Settings) -> CanvasRow:
         """A prompt decoded step by step."""
         return step_by_step(
-            self.plain, settings.layout, prompt, settings.new, side.policy, settings.chooser, settings.ends, index
+            self.plain,
+            settings.layout,
+            prompt,
+            settings.new,
+            side.policy,
+            settings.chooser,
+            settings.ends,
+            index,
+            settings.stops,
         )
 
 

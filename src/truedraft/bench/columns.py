@@ -12,11 +12,11 @@ from truedraft.bench.roofline import Machine, RooflinePoint
 from truedraft.layout import Column, Table, grouped
 
 CONFIDENT = 6  # rounds from which on the extremes contain the median with 95 % confidence
-WAY = "how the text was generated: by transformers, or by truedraft with this drafter"
-IDENTICAL = "whether every token equals that of model.generate; where one differs there is no speed-up"
-SPEED_UP = "time of transformers' generate over the time of this way, in the same round: 2.00x is twice as fast"
+WAY = "how the text was generated: by the model alone, the first one, or by truedraft with this drafter"
+IDENTICAL = "whether every token equals that of the model alone; where one differs there is no speed-up"
+SPEED_UP = "time of the model alone over the time of this way, in the same round: 2.00x is twice as fast"
 TOKENS_PER_SECOND = "new tokens per second, prompts' own passes included in the time"
-PASSES = "forward passes of the model, those over prompts included"
+PASSES = "forward passes of the model; of autoregressive ones those over prompts included"
 LOSSY = "Lossy: another text than the model's own, by choice"
 ACCEPTED = "mean acceptance length: emitted tokens per pass, the bonus token included; plain decoding has 1"
 

@@ -194,15 +194,16 @@ def _figures(
     temperature: float,
 ) -> list[Figures]:
     found: list[Figures] = []
-    undrafted = next((runs for runs in kept if runs[0].reports and _length_of(runs[0].reports) == 1.0), None)
+    undrafted = next((runs for side, runs in zip(sides, kept, strict=True) if side.undrafted), None)
     for k, (side, runs) in enumerate(zip(sides, kept, strict=True)):
         ratios = [plain.seconds / run.seconds for plain, run in zip(kept[0], runs, strict=True)]
         figures: dict[str, Any] = {}
         if reports := runs[-1].reports:
             figures = _of_reports([report for run in runs for report in run.reports], len(runs))
             if undrafted is not None:
-                plain_pass = _of_reports([r for run in undrafted for r in run.reports], 1)["seconds_per_pass"]
-                figures["bound"] = figures["mean_acceptance_length"] * plain_pass / figures["seconds_per_pass"]
+                plain = _of_reports([r for run in undrafted for r in run.reports], 1)
+                fewer = figures["mean_acceptance_length"] / plain["mean_acceptance_length"]
+                figures["bound"] = fewer * plain["seconds_per_pass"] / figures["seconds_per_pass"]
                 figures["against_no_drafts"] = median(
                     u.seconds / r.seconds for u, r in zip(undrafted, runs, strict=True)
                 )
@@ -239,7 +240,7 @@ def _of_reports(reports: Sequence[Report], rounds: int) -> dict[str, Any]:
     drafted = [e for e in emissions if e.offered]
     deepest = max((e.drafted for e in drafted), default=0)
     working = sum(r.seconds["all"] - r.seconds.get("measure", 0.0) for r in reports)
-    scored = sum(len(r.passes) - 1 for r in reports)  # without the prompt's own pass
+    scored = sum(bool(p.width) for r in reports for p in r.passes)  # without the prompt's own pass
     return {
         "passes": sum(len(r.passes) for r in reports) // rounds,
         "mean_acceptance_length": _length_of(reports),

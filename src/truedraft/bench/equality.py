@@ -2,7 +2,8 @@
 
 The reference is plain `transformers` generate. In dtypes below fp32, where two ways of computing one forward choose
 differently at near-ties, that of accelerated models is the one that their guarantee names, plain decoding through the
-same pass; their differences from `transformers` are then classified as by the audit (`audit/tokens.py`).
+same pass; their differences from `transformers` are then classified as by the audit (`audit/tokens.py`); those of
+diffusion models are counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truedraft.accelerated import Accelerated
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import DivergenceKind, explain
 from truedraft.bench.sides import Side
@@ -29,7 +31,7 @@ def differences(
     progress: Callable[[str], None],
 ) -> tuple[list[str | None], list[dict[str, int] | None]]:
     """The first difference of each side from its reference, and its differences from the first side by kind."""
-    plain = next((k for k, side in enumerate(sides) if side.coarse and not side.fast.drafter.width), 0)  # type: ignore[union-attr]
+    plain = next((k for k, side in enumerate(sides) if side.coarse and side.undrafted), 0)
     differs: list[str | None] = []
     against_plain: list[dict[str, int] | None] = []
     kinds: dict[str, int] = {}
@@ -56,10 +58,10 @@ def _kinds(
     settings: dict[str, Any],
 ) -> dict[str, int]:
     """How many rows differ from the expected ones, by kind."""
-    assert side.fast is not None
     unequal = [n for n, out in enumerate(texts) if _difference(out, expected[n], 0)]
-    if settings["do_sample"]:
-        return {"sampled": sum(_rows_apart(texts[n], expected[n]) for n in unequal)}
+    if settings["do_sample"] or not isinstance(side.fast, Accelerated):
+        kind = "sampled" if settings["do_sample"] else "unclassified"
+        return {kind: sum(_rows_apart(texts[n], expected[n]) for n in unequal)}
     kinds: list[DivergenceKind] = []
     if unequal:
         precise = Precise(side.fast.model)

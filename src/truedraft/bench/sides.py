@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from truedraft.accelerated import Accelerated
+from truedraft import registry
+from truedraft.accelerated import Accelerated, accelerate
 from truedraft.bench.workloads import Item
+from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.stats import Pass, Report
 from truedraft.targets.kinds import prompt_length
 
@@ -46,6 +48,7 @@ class Clock(BaseStreamer):
             self.tick(sum(len(e.tokens) for e in done.emitted))
 
 
+NO_DRAFTS = "no drafts"
 Run = Callable[[dict[str, Any], dict[str, Any], Sequence[Item], Clock], tuple[Tensor, Report | None]]
 
 
@@ -61,7 +64,14 @@ class Side:
     name: str
     run: Run
     fresh: Callable[[], None] = lambda: None
-    fast: Accelerated | None = None
+    fast: Accelerated | AcceleratedCanvas | None = None
+
+    @property
+    def undrafted(self) -> bool:
+        """Whether it is an accelerated model without drafts."""
+        if isinstance(self.fast, AcceleratedCanvas):
+            return self.fast.speculator is None
+        return self.fast is not None and not self.fast.drafter.width
 
     @property
     def coarse(self) -> bool:
@@ -92,6 +102,26 @@ def truedraft_side(name: str, fast: Accelerated) -> Side:
         return _new(out, inputs, fast.model), fast.report()
 
     return Side(name, run, fast.forget, fast)
+
+
+def _canvas_side(name: str, fast: AcceleratedCanvas, alone: bool = False) -> Side:
+    """An accelerated diffusion model; alone: it stands for the model itself."""
+
+    def run(inputs: dict[str, Any], settings: dict[str, Any], _: Sequence[Item], clock: Clock) -> tuple[Tensor, Report]:
+        out = fast.generate(**inputs, **settings, on_pass=clock.on_pass)
+        return _new(out, inputs, fast.model), fast.report()
+
+    return Side(name, run, fast=None if alone else fast)
+
+
+def canvas_sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str) -> list[Side]:
+    """Ways of a diffusion model: its own forward per step of decoding, the fastest pass per step, and drafts."""
+
+    def fast(draft: str | None, runtime: str = "auto") -> Any:
+        return accelerate(model, tokenizer, draft=draft, control=control, runtime=runtime)
+
+    sides = [_canvas_side("its own forward", fast(None, "stock"), alone=True), _canvas_side(NO_DRAFTS, fast(None))]
+    return sides + [_canvas_side(draft, fast(draft)) for draft in drafts if draft != registry.NONE]
 
 
 def _new(out: Tensor, inputs: dict[str, Any], model: Any) -> Tensor:

@@ -88,26 +88,30 @@ def for_decode_loop(
     default = model.generation_config.use_cache
     if kwargs.get("use_cache") is None and getattr(config, "use_cache", None) in (None, default):
         kwargs = {**kwargs, "use_cache": True}
-    return _with_stop_strings(kwargs, model, tokenizer)
+    return with_stop_strings(kwargs, model, tokenizer)
 
 
-def _with_stop_strings(
+def with_stop_strings(
     kwargs: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
     """The arguments with stop strings as a criterion: `generate` passes no tokenizer on to a decode loop.
 
     Raises:
-        Refused: there is no tokenizer.
+        Refused: there is no tokenizer, or no token of it completes a string.
     """
     kwargs = dict(kwargs)
     tokenizer = kwargs.pop("tokenizer", None) or tokenizer
-    config = kwargs.get("generation_config") or model.generation_config
-    strings = kwargs.get("stop_strings") or config.stop_strings or model.generation_config.stop_strings
+    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
+    given = (kwargs.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs))
+    strings = next(filter(None, given), None)
     if not strings:
         return kwargs
     if tokenizer is None:
         raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
-    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    try:
+        criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    except ValueError as error:
+        raise Refused(f"stop_strings={strings!r}: {error}") from error
     return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import StopStringCriteria
 
+from truedraft.canvas.ending import first_end
 from truedraft.canvas.layout import Layout
 from truedraft.card import Card, Guarantee
 
@@ -26,10 +28,12 @@ class Draft:
 
     fixed: what it fixes beyond the row's own.
     steps: of the policy that lead to it.
+    chance: of being reached, as far as what proposes it knows.
     """
 
     fixed: Fixed
     steps: int
+    chance: float = field(default=1.0, compare=False)
 
 
 OWN = Draft(NOTHING, 0)
@@ -79,6 +83,7 @@ class CanvasRow:
     prompt: length of the prompt.
     blocks: the blocks to fill, in order.
     ends: tokens that end the text.
+    stops: criteria of stop strings, which end it too.
     new: most tokens behind the prompt.
     at: index of the block that is being filled; len(blocks) when all are.
     taken: what each step of the policy so far has fixed.
@@ -87,6 +92,7 @@ class CanvasRow:
     predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
         start of a block.
     emitted: new tokens that are known without a gap, up to the end of the text.
+    ended: whether these end the text.
     memory: of a policy or speculator, by its id.
     """
 
@@ -96,12 +102,14 @@ class CanvasRow:
     blocks: list[range]
     ends: frozenset[int]
     new: int
+    stops: Sequence[StopStringCriteria] = ()
     at: int = 0
     taken: list[Fixed] = field(default_factory=list)
     reach: int = 0
     committed: int = 0
     predictions: Predictions | None = None
     emitted: int = 0
+    ended: bool = False
     memory: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -116,16 +124,19 @@ class CanvasRow:
 
     @property
     def finished(self) -> bool:
-        """Whether the text has ended within complete blocks, or the canvas is full."""
+        """Whether the text that was emitted has ended within complete blocks, or the canvas is full."""
         filled = self.blocks[self.at - 1].stop if self.at else self.prompt
-        return self.at == len(self.blocks) or self._ends(self.canvas.tokens[self.prompt : filled])
+        return self.at == len(self.blocks) or (self.ended and self.prompt + self.emitted <= filled)
 
     def finishes(self, fixed: Fixed) -> bool:
         """Whether nothing is left to score when these positions are fixed."""
         places, tokens, known = dict(fixed), self.canvas.tokens, self.canvas.known
         full = list(takewhile(lambda block: all(known[i] or i in places for i in block), self.blocks[self.at :]))
-        text = [places.get(i, tokens[i]) for block in full for i in block if i >= self.prompt]
-        return len(full) == len(self.blocks) - self.at or self._ends(text)
+        if not full or len(full) == len(self.blocks) - self.at:
+            return bool(full)
+        filled, emitted = full[-1].stop, self.prompt + self.emitted
+        text = [places.get(i, tokens[i]) for i in range(filled)]
+        return emitted <= filled if self.ended else first_end(text, emitted, self.ends, self.stops) is not None
 
     def reached(self, fixed: Fixed) -> tuple[Canvas, range, list[int]]:
         """The canvas when these positions are fixed, the block to fill then, and the masked positions of its span."""
@@ -142,20 +153,18 @@ class CanvasRow:
         while self.at < len(self.blocks) and not self.canvas.masked(self.block):
             self.at, self.predictions = self.at + 1, None
 
-    def _ends(self, tokens: Sequence[int]) -> bool:
-        return not self.ends.isdisjoint(tokens)
-
     def emit(self) -> tuple[int, ...]:
         """The new tokens that have become known without a gap, up to the end of the text, since this was called."""
         first = self.prompt + self.emitted
-        tokens = self.canvas.tokens[first : self.prompt + self.new]
-        if self.emitted and self.canvas.tokens[first - 1] in self.ends:
+        if self.ended:
             return ()
-        known = zip(tokens, self.canvas.known[first:], strict=False)
+        known = zip(self.canvas.tokens[first : self.prompt + self.new], self.canvas.known[first:], strict=False)
         found = [token for token, _ in takewhile(lambda pair: pair[1], known)]
-        end = next((i for i, token in enumerate(found) if token in self.ends), len(found) - 1)
-        self.emitted += end + 1
-        return tuple(found[: end + 1])
+        end = first_end([*self.canvas.tokens[:first], *found], first, self.ends, self.stops)
+        if end is not None:
+            self.ended, found = True, found[: end + 1 - first]
+        self.emitted += len(found)
+        return tuple(found)
 
     @property
     def text(self) -> list[int]:
@@ -281,14 +290,36 @@ class Policy(ABC):
         return 0
 
 
+class Rates:
+    """How often each of several outcomes was met, from a prior on.
+
+    prior: before any observation, whose weight is `doubt`. memory: weight that an observation keeps at each later one.
+    """
+
+    def __init__(self, prior: Sequence[float], doubt: float, memory: float):
+        self._met, self._of = [rate * doubt for rate in prior], [doubt] * len(prior)
+        self._memory = memory
+
+    def __getitem__(self, outcome: int) -> float:
+        return self._met[outcome] / self._of[outcome]
+
+    def observe(self, outcome: int, met: bool) -> None:
+        self._met[outcome] = self._memory * self._met[outcome] + met
+        self._of[outcome] = self._memory * self._of[outcome] + 1
+
+
 class Speculator(ABC):
     """Proposes canvases that a row may reach, to be scored in one pass with its own."""
 
     card: ClassVar[Card]
 
     @abstractmethod
-    def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
-        """Later canvases of a row, likeliest first."""
+    def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
+        """Later canvases of a row, by falling chance.
 
-    def observe(self, row: CanvasRow, policy: Policy, before: Predictions, step: Fixed) -> None:
-        """The step that a row took from its latest canvas, of which these were the predictions before."""
+        Args:
+            least: chance below which a canvas does not pay for its part of a pass.
+        """
+
+    def observe(self, row: CanvasRow, policy: Policy, drafts: Sequence[Draft], path: Sequence[Fixed]) -> None:
+        """What the row, as it was when these drafts were proposed, has fixed after each step since."""

@@ -13,14 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.call.surroundings import defaults, exclusive
-from truedraft.canvas._base import Canvas, CanvasRow, Policy, Speculator
+from truedraft.canvas._base import CanvasRow, Policy, Speculator
+from truedraft.canvas.continuous import ContinuousCanvas
 from truedraft.canvas.control import CanvasControl, CanvasCosts, FixedCanvases
 from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import Layout
-from truedraft.canvas.settings import Settings, prompts_of, settings_of, with_tokens
+from truedraft.canvas.settings import Settings, prompts_of, row_of, settings_of, with_tokens
 from truedraft.canvas.views._base import CanvasView
-from truedraft.card import method_name
+from truedraft.card import Guarantee, method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Pass, Report
@@ -94,9 +95,8 @@ class AcceleratedCanvas(StandIn):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict, self.view
         self.target = hosted_canvas(model, *self._hosting)
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         fixed = control == "fixed" or bool(self._lossy)
-        self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts(weight_bytes)
+        self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
         self._report: Report | None = None
         self._complete()
 
@@ -119,6 +119,10 @@ class AcceleratedCanvas(StandIn):
         """What makes the text another than that of step-by-step decoding."""
         found = [self._rule] if self.policy.guarantee == "none" else []
         return found if self.view is None else [*found, self.view.lossy]
+
+    @property
+    def _guarantee(self) -> Guarantee:
+        return "none" if self._lossy else self.policy.guarantee
 
     def report(self) -> Report:
         """Figures of the last call of `generate`; `tokens` are those known without a gap, up to the end of the text.
@@ -161,43 +165,27 @@ class AcceleratedCanvas(StandIn):
             if self.target.changed:
                 self.target = hosted_canvas(self.model, *self._hosting)
             prompts = prompts_of(inputs, attention_mask, self.layout, self.target.vocabulary)
-            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given)
+            settings = settings_of(self.model, self.layout, max(map(len, prompts)), given, self.tokenizer)
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
             if streamer is not None and len(prompts) > 1:
                 raise Refused(f"streamer: one text can be streamed, and there are {len(prompts)} rows")
-            rows = self._rows(prompts, settings)
+            rows = [row_of(prompt, settings, i, self.target.context) for i, prompt in enumerate(prompts)]
             hooks = Hooks(streamer, on_pass, on_read, on_canvas)
             self._decode(rows, settings, hooks)
             assert inputs is not None
             return _output(inputs, rows, settings)
 
-    def _rows(self, prompts: list[list[int]], settings: Settings) -> list[CanvasRow]:
-        """Raises Refused where a canvas does not fit the context."""
-        rows = []
-        for i, prompt in enumerate(prompts):
-            blocks = settings.layout.blocks(len(prompt), settings.new)
-            length, context = blocks[-1].stop, self.target.context
-            if context is not None and length > context:
-                raise Refused(
-                    f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
-                    f"model's context has {context}: lower max_new_tokens or shorten the prompt"
-                )
-            canvas = Canvas.behind(prompt, settings.layout.mask, length)
-            rows.append(CanvasRow(i, canvas, len(prompt), blocks, settings.ends, settings.new))
-        return rows
-
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
         self.target.layout = settings.layout
         self._report = report = self._new_report(watch)
-        variants = getattr(self.speculator or policy, "canvases", MOST if self.speculator else 0)
-        self.target.reserve(len(rows), max(len(row.canvas) for row in rows), variants)
-        engine = CanvasEngine(self.target, policy, self.speculator, settings.chooser, self.control)
-        engine.score = watch.timed("target", engine.score)  # type: ignore[method-assign]
-        self.control.times = watch.times
+        watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
+        self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)
+        engine = CanvasEngine(self.target, policy, self.speculator, self.control)
+        engine.time(watch)
         advance = watch.timed("all", engine.step)
         try:
-            watch.timed("prefill", engine.admit)(rows)
+            watch.timed("prefill", engine.admit)(rows, settings.chooser)
             hooks.read(rows)
             while engine.running:
                 report.passes.append(advance())
@@ -207,11 +195,29 @@ class AcceleratedCanvas(StandIn):
             self.target.layout = self.layout
             hooks.end()
 
+    @property
+    def _canvases(self) -> int:
+        """Most canvases of a row in a pass besides its own."""
+        return getattr(self.speculator or self.policy, "canvases", MOST if self.speculator else 0)
+
+    def engine(self, max_rows: int, max_tokens: int, *_: Any) -> ContinuousCanvas:
+        """A running batch of requests; see `ContinuousCanvas`. Its prompts are read whole, and no prefixes are kept."""
+        target = hosted_canvas(self.model, *self._hosting)
+        return ContinuousCanvas(
+            target, self.policy, self.speculator, self.control, self.tokenizer, self._new_report, max_rows, max_tokens,
+            self._canvases,
+        )  # fmt: skip
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The drafter's name, and the guarantee."""
+        return self._drafter, self._guarantee
+
     def _new_report(self, watch: Stopwatch) -> Report:
         ties = "to the bit" if self.target.batch_invariant else f"up to ties of {_name(self.target.dtype)}"
         report = Report(
-            self._drafter, self._rule, "none" if self._lossy else self.policy.guarantee, self.control.name,
-            self.target.runtime, dtype=_name(self.target.dtype), seconds=watch.seconds,
+            self._drafter, self._rule, self._guarantee, self.control.name, self.target.runtime,
+            dtype=_name(self.target.dtype), seconds=watch.seconds,
             reference="none" if self._lossy else f"step-by-step decoding, one canvas per pass, {ties}",
         )  # fmt: skip
         report.notes += [f"{name} is lossy: this is not the text of step-by-step decoding" for name in self._lossy]
@@ -239,7 +245,7 @@ def _view(given: Any, policy: Policy) -> CanvasView:
     Raises:
         Refused: it is none of diffusion models, or cannot serve this policy.
     """
-    view = registry.canvas_view(given) if isinstance(given, str) else given
+    view = registry.load("canvas.views", registry.canvas_view(given)) if isinstance(given, str) else given
     if not isinstance(view, CanvasView):
         raise Refused(f"view={given!r}: give lossy/ and the name of a view of diffusion models (`truedraft methods`)")
     if getattr(policy, "canvases", 0):

@@ -56,7 +56,7 @@ class CachedTarget(CanvasTarget):
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         assert self.cache is not None
-        self.cache.lengths[:] = [self.cache.cursor.capacity] * len(prompts)
+        self.cache.lengths.extend([self.cache.cursor.capacity] * len(prompts))
         return [0] * len(prompts)
 
     def variant(self, row: CanvasRow, draft: Draft) -> Part:
@@ -78,6 +78,11 @@ class CachedTarget(CanvasTarget):
             return [self._observed(slot, part) for slot, part in enumerate(parts)]
         logits = self._computed(dict(enumerate(parts)), [part.masked for part in parts])
         return list(logits.split([len(part.masked) for part in parts]))
+
+    def probe(self, width: int) -> None:
+        nodes = Nodes()
+        nodes.add_part(0, [0] * width, range(width), width)
+        self.runner(nodes, range(width))
 
     def _observed(self, slot: int, part: Part) -> Tensor:
         with SeenAttention(self.view, part):

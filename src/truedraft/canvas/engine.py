@@ -10,15 +10,31 @@ commit   keys and values of blocks that are complete
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
 
-from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Speculator
+from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Predictions, Speculator
 from truedraft.canvas.control import CanvasControl
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.targets import CanvasTarget, Variant
 from truedraft.stats import Emission, Pass
+from truedraft.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The steps of a row in a pass.
+
+    path: what is fixed beyond the row's own after each; the last one leads beyond the pass.
+    last: index of the canvas that it starts from.
+    predictions: at that canvas, without the positions that the step fixes.
+    """
+
+    path: list[Fixed]
+    last: int
+    predictions: Predictions
 
 
 class CanvasEngine:
@@ -28,7 +44,6 @@ class CanvasEngine:
         target: reserved for these rows.
         policy: the steps.
         speculator: proposes later canvases; None for one step per pass.
-        chooser: of tokens.
         control: how many canvases to propose.
     """
 
@@ -37,15 +52,25 @@ class CanvasEngine:
         target: CanvasTarget,
         policy: Policy,
         speculator: Speculator | None,
-        chooser: Chooser,
         control: CanvasControl,
     ):
         self.target, self.policy, self.speculator = target, policy, speculator
-        self.chooser, self.control = chooser, control
+        self.control = control
         self.rows: list[CanvasRow] = []
+        self._given: list[tuple[Chooser, bool]] = []  # by slot: of tokens; whether canvases are proposed
 
-    def admit(self, rows: Sequence[CanvasRow]) -> None:
+    def time(self, watch: Stopwatch) -> None:
+        """Count the time of the parts of passes; the control reads it."""
+        for part, name in (("draft", "propose"), ("target", "score"), ("target", "verify"), ("observe", "observe")):
+            setattr(self, name, watch.timed(part, getattr(self, name)))
+        self.control.times = watch.times
+
+    def admit(self, rows: Sequence[CanvasRow], chooser: Chooser, drafting: bool = True) -> None:
         """Begin rows, and read their prompts.
+
+        Args:
+            chooser: of their tokens.
+            drafting: whether canvases are proposed for them.
 
         Raises:
             Refused: the policy cannot fill canvases of this layout.
@@ -56,6 +81,7 @@ class CanvasEngine:
         for row, count in zip(rows, committed, strict=True):
             row.committed = count
         self.rows += rows
+        self._given += [(chooser, drafting)] * len(rows)
 
     @property
     def running(self) -> bool:
@@ -65,45 +91,67 @@ class CanvasEngine:
         """One pass over all rows."""
         for row in self.rows:
             row.reach = self.policy.reach(row)
+        own = [self.target.variant(row, OWN) for row in self.rows]
         drafting = self.control.drafting()
-        proposed = [self._propose(row) if drafting else [] for row in self.rows]
+        proposed = self.propose([len(one.tokens) for one in own]) if drafting else [[] for _ in self.rows]
         possible = [
-            [self.target.variant(row, draft) for draft in (OWN, *drafts)]
-            for row, drafts in zip(self.rows, proposed, strict=True)
+            [one, *(self.target.variant(row, draft) for draft in drafts)]
+            for row, one, drafts in zip(self.rows, own, proposed, strict=True)
         ]
-        kept = self.control.cut(self.rows, proposed, [[len(one.tokens) for one in row] for row in possible])
+        kept = self.control.cut(proposed, [[len(one.tokens) for one in row] for row in possible])
         batches = [[OWN, *drafts[:count]] for drafts, count in zip(proposed, kept, strict=True)]
         variants = [row[: count + 1] for row, count in zip(possible, kept, strict=True)]
-        logits = self.score(variants)
-        emitted, reached = [], []
-        for slot, (row, batch) in enumerate(zip(self.rows, batches, strict=True)):
-            path = self._verify(slot, row, batch, variants[slot], logits[slot])
-            emitted.append(Emission(row.index, row.emit(), len(path) - 1, len(batch) - 1))
-            reached.append(path)
-        self.control.observe(proposed, reached)
+        verified = self.verify(batches, variants, self.score(variants))
+        paths = [row.path for row in verified]
+        if drafting:
+            self.observe(proposed, paths)
+        self.control.observe(proposed, paths)
+        emitted = []
+        for slot, (row, batch, found) in enumerate(zip(self.rows, batches, verified, strict=True)):
+            self._advance(slot, row, found, variants[slot][found.last].block)
+            emitted.append(Emission(row.index, row.emit(), len(found.path) - 1, len(batch) - 1))
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
-                self._release(slot)
+                self.release(slot)
         return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
 
+    def propose(self, widths: Sequence[int]) -> list[list[Draft]]:
+        """The drafts of all rows; none that are finished, which have nothing to score.
+
+        widths: nodes of the rows' own canvases.
+        """
+        least = self.control.least(widths)
+        found = []
+        for row, (_, drafting) in zip(self.rows, self._given, strict=True):
+            drafts: list[Draft] = []
+            if drafting and self.speculator is None:
+                drafts = self.policy.hypotheses(row)
+            elif drafting and self.speculator is not None:
+                drafts = self.speculator.propose(row, self.policy, least)
+            found.append([draft for draft in drafts if not row.finishes(draft.fixed)])
+        return found
+
     def score(self, variants: Sequence[Sequence[Variant]]) -> list[Tensor]:
-        """The pass, whose time the control reads."""
+        """The pass: by row, the logits of its variants."""
         return self.target.score(variants)
 
-    def _propose(self, row: CanvasRow) -> list[Draft]:
-        """The drafts of a row; none that are finished, which have nothing to score."""
-        drafts = self.speculator.propose(row, self.policy) if self.speculator else self.policy.hypotheses(row)
-        return [draft for draft in drafts if not row.finishes(draft.fixed)]
+    def verify(
+        self, batches: Sequence[Sequence[Draft]], variants: Sequence[Sequence[Variant]], logits: Sequence[Tensor]
+    ) -> list[Verified]:
+        """The steps of all rows."""
+        return [self._verify(*of_row) for of_row in zip(range(len(self.rows)), batches, variants, logits, strict=True)]
 
-    def _verify(
-        self, slot: int, row: CanvasRow, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor
-    ) -> list[Fixed]:
-        """Follow the steps of the policy from the row's own canvas, or from one that it prefers; what is fixed beyond
-        the row's own after each.
+    def observe(self, drafts: Sequence[Sequence[Draft]], paths: Sequence[Sequence[Fixed]]) -> None:
+        """Let the speculator learn from what the rows have fixed after each step."""
+        if self.speculator is not None:
+            for row, (_, drafting), of_row, path in zip(self.rows, self._given, drafts, paths, strict=True):
+                if drafting:
+                    self.speculator.observe(row, self.policy, of_row, path)
 
-        The row goes on from the last.
-        """
-        predictions = self.chooser.predictions(
+    def _verify(self, slot: int, batch: Sequence[Draft], variants: Sequence[Variant], logits: Tensor) -> Verified:
+        """Follow the steps of the policy from the row's own canvas, or from one that it prefers."""
+        row = self.rows[slot]
+        predictions = self._given[slot][0].predictions(
             logits, row.index, [row.step + draft.steps for draft in batch], [one.masked for one in variants],
             [one.block for one in variants],
         )  # fmt: skip
@@ -115,19 +163,20 @@ class CanvasEngine:
             fixed = batch[at].fixed | self.policy.choose(predictions[at], row)
             path.append(fixed)
             at = places.get(Draft(fixed, len(path)))
-        step = fixed - batch[last].fixed
-        if row.predictions is not None and self.speculator is not None:
-            self.speculator.observe(row, self.policy, row.predictions, path[0])
-        row.canvas.fix(fixed)
-        row.taken += [after - before for before, after in pairwise([OWN.fixed, *path])]
-        row.at = row.blocks.index(variants[last].block)
-        row.committed = self.target.commit(slot, last)
-        row.predictions = predictions[last].after(step, 1)
-        row.advance()
-        return path
+        return Verified(path, last, predictions[last].after(fixed - batch[last].fixed, 1))
 
-    def _release(self, slot: int) -> None:
+    def _advance(self, slot: int, row: CanvasRow, verified: Verified, block: range) -> None:
+        """Move a row to the canvas behind its last step; `block` is the one that this step fills."""
+        row.canvas.fix(verified.path[-1])
+        row.taken += [after - before for before, after in pairwise([OWN.fixed, *verified.path])]
+        row.at = row.blocks.index(block)
+        row.committed = self.target.commit(slot, verified.last)
+        row.predictions = verified.predictions
+        row.advance()
+
+    def release(self, slot: int) -> None:
         """Remove a row; the last one moves into its slot."""
         self.target.release(slot)
-        self.rows[slot] = self.rows[-1]
+        self.rows[slot], self._given[slot] = self.rows[-1], self._given[-1]
         self.rows.pop()
+        self._given.pop()

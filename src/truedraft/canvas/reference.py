@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from truedraft.canvas._base import Canvas, CanvasRow, Policy
 from truedraft.canvas.layout import Layout
@@ -21,16 +22,17 @@ Scorer = Callable[[Sequence[int], Layout], Tensor]  # ids of a text -> (length, 
 @torch.no_grad()
 def step_by_step(
     scorer: Scorer, layout: Layout, prompt: Sequence[int], new: int, policy: Policy, chooser: Chooser,
-    ends: frozenset[int] = frozenset(), index: int = 0,
+    ends: frozenset[int] = frozenset(), index: int = 0, stops: Sequence[StopStringCriteria] = (),
 ) -> CanvasRow:  # fmt: skip
-    """A prompt as a row that has ended: `text` are its new tokens up to the first end, included.
+    """A prompt as a row that has ended: `text` are its new tokens up to the end, included.
 
     Args:
         new: most new tokens.
         index: of the row, for its noise.
+        stops: criteria of stop strings.
     """
     blocks = layout.blocks(len(prompt), new)
-    row = CanvasRow(index, Canvas.behind(prompt, layout.mask, blocks[-1].stop), len(prompt), blocks, ends, new)
+    row = CanvasRow(index, Canvas.behind(prompt, layout.mask, blocks[-1].stop), len(prompt), blocks, ends, new, stops)
     policy.begin(row, layout)
     while not row.finished:
         row.reach = policy.reach(row)
@@ -42,7 +44,7 @@ def step_by_step(
         row.taken.append(policy.choose(predictions, row))
         row.canvas.fix(row.taken[-1])
         row.advance()
-    row.emit()
+        row.emit()
     return row
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import StopStringCriteria
 
+from truedraft.call.arguments import with_stop_strings
+from truedraft.canvas._base import Canvas, CanvasRow
+from truedraft.canvas.ending import OutputStrings
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.policies._base import Reference
@@ -36,6 +40,14 @@ READ = {
     *WARPERS, "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "bos_token_id",
     "suppress_tokens", "num_return_sequences", "use_cache", "transformers_version",
 }  # fmt: skip
+ONES = {  # settings that change nothing where they are 1
+    "repetition_penalty", "encoder_repetition_penalty", "length_penalty", "num_beams", "num_beam_groups",
+    "guidance_scale",
+}  # fmt: skip
+WHY = {
+    "max_time": "a canvas that is cut off has gaps",
+    **dict.fromkeys(("num_beams", "num_beam_groups"), "beams grow from left to right, and positions are not fixed so"),
+}  # setting -> why it is refused, where that is not PREFIX
 PREFIX = "positions are not fixed from left to right, so there is no prefix that it could read"
 
 
@@ -43,7 +55,8 @@ PREFIX = "positions are not fixed from left to right, so there is no prefix that
 class Settings:
     """What a call asks for.
 
-    new: most new tokens. ends: tokens that end a text. pad: behind it. count: texts per prompt.
+    new: most new tokens. ends: tokens that end a text. stops: criteria of stop strings. pad: behind it.
+    count: texts per prompt.
     layout: with the block length of the call.
     chooser: of tokens.
     tokens: positions fixed per step; None for the policy's own.
@@ -51,6 +64,7 @@ class Settings:
 
     new: int
     ends: frozenset[int]
+    stops: tuple[StopStringCriteria, ...]
     pad: int
     count: int
     layout: Layout
@@ -58,17 +72,21 @@ class Settings:
     tokens: int | None
 
 
-def settings_of(model: Any, layout: Layout, prompt: int, given: Mapping[str, Any]) -> Settings:
+def settings_of(
+    model: Any, layout: Layout, prompt: int, given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+) -> Settings:
     """The settings of a call.
 
     Args:
         prompt: length of the longest prompt.
         given: arguments of `generate` besides the inputs.
+        tokenizer: reads stop strings.
 
     Raises:
         Refused: an unknown argument, or a value that cannot be honoured; the message gives the remedy.
     """
-    kwargs = dict(given)
+    kwargs = with_stop_strings(given, model, tokenizer)
+    stops = _stops(kwargs.pop("stopping_criteria", None) or ())
     block, steps, seed = (kwargs.pop(name, None) for name in ("block_length", "steps", "seed"))
     processors = kwargs.pop("logits_processor", None) or []
     most = kwargs.get("max_new_tokens")
@@ -85,7 +103,7 @@ def settings_of(model: Any, layout: Layout, prompt: int, given: Mapping[str, Any
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     return Settings(
-        int(new), frozenset(ends), pad, config.num_return_sequences or 1, layout,
+        int(new), frozenset(ends), stops, pad, config.num_return_sequences or 1, layout,
         Chooser(_warpers(config, processors, sample, model.device), noise), _tokens(steps, layout, int(new)),
     )  # fmt: skip
 
@@ -100,9 +118,22 @@ def _config(model: Any, kwargs: dict[str, Any]) -> GenerationConfig:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise Refused(f"{name}={unknown[name]!r} is no setting of canvases{hint}")
     for name, value in config.to_diff_dict().items():
-        if value and value != 1 and name not in READ and not name.startswith("_"):
-            raise Refused(f"{name}={value!r} is not supported for diffusion models: {PREFIX}; leave it out")
+        if value and not (value == 1 and name in ONES) and name not in READ and not name.startswith("_"):
+            raise Refused(
+                f"{name}={value!r} is not supported for diffusion models: {WHY.get(name, PREFIX)}; leave it out"
+            )
     return config
+
+
+def _stops(criteria: Iterable[Any]) -> tuple[StopStringCriteria, ...]:
+    for criterion in criteria:
+        if type(criterion) not in (StopStringCriteria, OutputStrings):
+            raise Refused(
+                f"stopping_criteria {type(criterion).__name__} is not supported for diffusion models: canvases are "
+                "asked whether they end that may never be reached, and it may keep count; give stop_strings or "
+                "eos_token_id"
+            )
+    return tuple(criteria)
 
 
 def _warpers(config: GenerationConfig, given: Any, sample: bool, device: torch.device) -> LogitsProcessorList:
@@ -187,3 +218,24 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout, vocabulary: int
         if not 0 <= min(row) <= max(row) < vocabulary:
             raise Refused(f"the prompt of row {i} has token ids outside the model's vocabulary of {vocabulary}")
     return rows
+
+
+def row_of(prompt: list[int], settings: Settings, index: int, context: int | None) -> CanvasRow:
+    """A prompt with its canvas.
+
+    Args:
+        index: of the row, for its noise.
+        context: positions that the model was trained for; None where that is not known.
+
+    Raises:
+        Refused: the canvas does not fit the context.
+    """
+    blocks = settings.layout.blocks(len(prompt), settings.new)
+    length = blocks[-1].stop
+    if context is not None and length > context:
+        raise Refused(
+            f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
+            f"model's context has {context}: lower max_new_tokens or shorten the prompt"
+        )
+    canvas = Canvas.behind(prompt, settings.layout.mask, length)
+    return CanvasRow(index, canvas, len(prompt), blocks, settings.ends, settings.new, settings.stops)

@@ -99,6 +99,18 @@ class CanvasTarget(ABC):
         return self.model.dtype
 
     @property
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def cost_key(self) -> tuple[str, ...]:
+        """What the duration of a pass depends on besides the machine."""
+        return (
+            type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype), self.runner.name,
+            "panels" if self._copied else "in place", "canvas", self.layout.attention,
+        )  # fmt: skip
+
+    @property
     def context(self) -> int | None:
         """Positions that the model was trained for; None where its configuration names none."""
         return getattr(self.config, "max_position_embeddings", None)
@@ -133,6 +145,10 @@ class CanvasTarget(ABC):
     @abstractmethod
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
         """One pass: by slot, the logits (n, V) at the masked positions of its variants, one after another."""
+
+    @abstractmethod
+    def probe(self, width: int) -> None:
+        """A pass over so many positions of the first row, to be timed."""
 
     def commit(self, slot: int, variant: int) -> int:
         """Make permanent what is complete in a variant of the last pass, which is right; returns the committed
@@ -224,6 +240,12 @@ class BlockTarget(CanvasTarget):
             self._keep_edges(rows, found)
         return found
 
+    def probe(self, width: int) -> None:
+        nodes = Nodes()
+        self._add(nodes, 0, [0] * width, 0, 0, range(0))
+        nodes.group(width)
+        self.runner(nodes, range(width))
+
     def _keep_edges(self, rows: Sequence[Sequence[Variant]], logits: Sequence[Tensor]) -> None:
         """Where logits are for the next position, those of the first position of a block belong to the end of the block
         before it: they are kept until they are replaced at a commit."""
@@ -282,6 +304,9 @@ class WholeTarget(CanvasTarget):
         logits = self._compiled(texts) if self.batch_invariant else self._forwarded(texts)
         counts = [sum(len(variant.masked) for variant in variants) for variants in rows]
         return list(logits.split(counts))
+
+    def probe(self, width: int) -> None:
+        self.score([[Variant(0, [0] * width, range(width), range(self.layout.shifted, width))]])
 
     def _compiled(self, texts: Sequence[Variant]) -> Tensor:
         nodes, gather = Nodes(), list[int]()

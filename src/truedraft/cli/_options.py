@@ -13,7 +13,8 @@ from truedraft import loading, registry
 from truedraft.errors import Refused
 
 DIFFUSES = (
-    "is a diffusion model, which this command does not run: `truedraft generate` and `truedraft demo --canvas` do"
+    "is a diffusion model, which this command does not run: `truedraft generate`, `truedraft bench` and `truedraft "
+    "demo --canvas` do"
 )
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 
@@ -64,7 +65,7 @@ def check_names(
         if rule is not None:
             registry.check("canvas.policies", rule)
         for view in filter(None, views):
-            registry.check_canvas_view(view)
+            registry.check("canvas.views", registry.canvas_view(view))
         return
     for draft in drafts:
         registry.check("drafters", draft)

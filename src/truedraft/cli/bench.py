@@ -16,6 +16,7 @@ from typer import Argument, Context, Option
 
 from truedraft import assets, registry
 from truedraft.bench.sizes import size_of
+from truedraft.canvas.layout import layout_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._options import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     Sides = Callable[[Sequence[Side]], list[Side]]  # those that are compared, given those of transformers
 
 DRAFTS = ["auto", "prompt-lookup-long"]
+CANVAS_DRAFTS = ["freedave", "ssd"]  # of diffusion models
 LIMIT = 8
 # options that the measurements other than the comparison do not use
 UNUSED = {
@@ -54,6 +56,7 @@ UNUSED = {
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "ties", "baselines", "assistant"),
     "lossy": ("ties", "baselines", "assistant"),
+    "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline", "lossy"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
                "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy"),
 }  # fmt: skip
@@ -116,10 +119,12 @@ def bench(
         size_of(stretched, model)
     with waiting("loading the model") as show:
         use_threads(threads)
-        loaded, reader = load(model, dtype, quantize, stretched=stretched)
+        loaded, reader = load(model, dtype, quantize, stretched=stretched, canvases=True)
         sources = _check_sources(loaded, modes)
+        if diffuses := layout_of(loaded.config, reader) is not None:
+            _refuse_for_diffusion(context)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
-        machine, rows = _roofline(loaded) if roofline or (html and not sources) else (None, [])
+        machine, rows = _roofline(loaded) if roofline or (html and not sources and not diffuses) else (None, [])
         figures: list[Figures] = []
         found: list[Quality] = []
         interrupted = False
@@ -129,10 +134,13 @@ def bench(
 
             attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
-            of_transformers = _baselines(model, assistant, loaded, dtype) if baselines and not lossy else []
+            others = baselines and not lossy and not diffuses
+            of_transformers = _baselines(model, assistant, loaded, dtype) if others else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
-            if lossy:
+            if diffuses:
+                sides = partial(_canvas_sides, loaded, reader, draft or CANVAS_DRAFTS, control)
+            elif lossy:
                 found, sides = _lossy(loaded, reader, lossy, draft or ["none"], control, todo, show)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
     name = model if stretched is None else f"{model} stretched to {stretched}"
@@ -245,6 +253,13 @@ def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
             raise Refused(f"--{name} has no meaning without --replay: leave it out, or give recorded outputs")
 
 
+def _refuse_for_diffusion(context: Context) -> None:
+    """Raises Refused for an option that has no meaning for diffusion models."""
+    for name in UNUSED["diffusion"]:
+        if _given(context, name):
+            raise Refused(f"--{name} has no meaning for a diffusion model: leave it out")
+
+
 def _given(context: Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
@@ -266,6 +281,12 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
         small, _ = load(drafting, dtype, argument="--assistant")
         found.append(transformers_side("transformers assisted", model, assistant_model=small))
     return found
+
+
+def _canvas_sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, _: Sequence[Side]) -> list[Side]:
+    from truedraft.bench.sides import canvas_sides
+
+    return canvas_sides(model, tokenizer, drafts, control)
 
 
 def _sides(
@@ -315,7 +336,7 @@ def _check_names(
     prompts: Sequence[Path] | None, views: Sequence[str],
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
-    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views)
+    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views, canvases=True)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)

@@ -23,9 +23,11 @@ from starlette.responses import Response
 
 from truedraft import __version__
 from truedraft.accelerated import Accelerated
+from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.errors import Refused, why
 from truedraft.serve import chat, completions
 from truedraft.serve.answer import Answer, Rows, error_response, json_response
+from truedraft.serve.canvases import ServedCanvas
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError, of_refusal, of_validation
 from truedraft.serve.formats import Format
@@ -63,8 +65,9 @@ class Server:
         draining: running requests end, new ones are refused.
     """
 
-    def __init__(self, fast: Accelerated, config: ServeConfig, keys: Keys):
-        self.config, self.keys, self.model = config, keys, ServedModel(fast, config)
+    def __init__(self, fast: Accelerated | AcceleratedCanvas, config: ServeConfig, keys: Keys):
+        kind = ServedCanvas if isinstance(fast, AcceleratedCanvas) else ServedModel
+        self.config, self.keys, self.model = config, keys, kind(fast, config)  # type: ignore[arg-type]
         self.metrics = Metrics(config.name)
         self.loop = EngineLoop(
             self._engine, self.metrics, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
@@ -220,7 +223,7 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
     return bytes(body)
 
 
-def create_app(fast: Accelerated, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
+def create_app(fast: Accelerated | AcceleratedCanvas, config: ServeConfig, keys: Keys | None = None) -> FastAPI:
     """The server as an ASGI application; its engine's thread runs from the application's start to its end.
 
     Raises:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from truedraft.accelerated import Accelerated
+from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.drafters._compose import name_of
 from truedraft.reports import guarantee_of
 from truedraft.serve.config import ServeConfig
@@ -69,13 +70,17 @@ class Feed:
         watchers: for each namespace, the clients that read at the moment.
     """
 
-    def __init__(self, server: Watched, fast: Accelerated):
+    def __init__(self, server: Watched, fast: Accelerated | AcceleratedCanvas):
         self.server = server
         self.watchers: Counter[str] = Counter()
+        if isinstance(fast, AcceleratedCanvas):
+            drafter, guarantee = fast.names
+        else:
+            drafter, guarantee = name_of(fast.drafter), guarantee_of(fast.target, fast.rule)
         self._names = {
             "model": server.config.name,
-            "drafter": name_of(fast.drafter),
-            "guarantee": guarantee_of(fast.target, fast.rule),
+            "drafter": drafter,
+            "guarantee": guarantee,
         }
         self._made: dict[str, tuple[float, bytes]] = {}
 
@@ -185,7 +190,7 @@ class StaticFile:
         return Response(self.content, headers=self.headers)
 
 
-def add_page(app: FastAPI, server: Watched, fast: Accelerated) -> None:
+def add_page(app: FastAPI, server: Watched, fast: Accelerated | AcceleratedCanvas) -> None:
     """Add the page `/`, its files, and the feed `/live`."""
     feed = Feed(server, fast)
     app.state.feed = feed

@@ -229,7 +229,8 @@ class EngineLoop(threading.Thread):
         job.logprobs += (request.logprobs or ())[len(job.logprobs) :]
         job.tokens += tokens
         since = job.last or now
-        job.first, job.last = job.first or now, now
+        if tokens:  # of a canvas, none may be known without a gap yet
+            job.first, job.last = job.first or now, now
         self.observer.advanced(job, len(tokens), accepted, emission.offered, now - since)
         self.queue.served(job.namespace, len(tokens))
         return len(tokens)

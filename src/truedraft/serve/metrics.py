@@ -108,7 +108,8 @@ class Metrics:
         self._registry.register(self)
 
     def advanced(self, job: Job, tokens: int, drafted: int, offered: int, seconds: float) -> None:
-        """A row emitted tokens. seconds: since its last emission, 0 for the first."""
+        """A pass over a row emitted tokens; of a canvas it may be none. seconds: since its last emission, 0 for the
+        first."""
         counters = self.counters
         counters["vllm:generation_tokens"] += tokens
         counters["truedraft:row_passes"] += 1
@@ -118,7 +119,9 @@ class Metrics:
             counters["vllm:spec_decode_num_accepted_tokens"] += drafted
             for depth in range(drafted):
                 self.accepted_at[min(depth, DEPTHS - 1)] += 1
-        if job.passes > 1:
+        if not tokens:
+            return
+        if len(job.tokens) > tokens:
             self._observe("vllm:inter_token_latency_seconds", seconds / tokens, tokens)
             return
         counters["vllm:prompt_tokens"] += len(job.ids)

@@ -11,21 +11,25 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from truedraft import registry
 from truedraft.accelerated import Accelerated
+from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.drafters._base import Drafter
 from truedraft.errors import Refused, why
 from truedraft.parts import drafter_of
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
+from truedraft.serve.protocol import GenerationBody
+from truedraft.serve.stops import StopStrings
 from truedraft.text.pieces import Pieces
 
 CONTEXT = 8  # last prompt tokens with which a completion is decoded
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
+EMBEDDED = ("nano", "nano-diffusion")  # models without a template, whose chats are plain text
 PLAIN_TEMPLATE = "{{ bos_token }}{{ messages | map(attribute='content') | join('\\n') }}"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -47,10 +51,11 @@ class ServedModel:
         Refused: there is no tokenizer, a drafter is unknown, or a file cannot be read.
     """
 
-    def __init__(self, fast: Accelerated, config: ServeConfig):
+    def __init__(self, fast: Accelerated | AcceleratedCanvas, config: ServeConfig):
         if fast.tokenizer is None:
             raise Refused("a server needs a tokenizer: give one to accelerate()")
-        self.fast, self.config, self.name = fast, config, config.name
+        self.fast: Any = fast
+        self.config, self.name = config, config.name
         self.tokenizer: PreTrainedTokenizerBase = _with_template(fast.tokenizer, config)
         self.max_model_len = longest_of(fast, config)
         generation: Any = fast.model.generation_config
@@ -97,6 +102,15 @@ class ServedModel:
                 self._composed[spec] = registry.load("drafters", spec)
             return self._composed[spec] if before else plain
 
+    def check(self, body: GenerationBody) -> None:
+        """Raises ApiError where a parameter has no meaning for this model."""
+
+    def stops(
+        self, prompt: Sequence[int], strings: Sequence[str], skip_special_tokens: bool, kept: Collection[str]
+    ) -> StoppingCriteria:
+        """The criterion that ends a row with a stop string of its output."""
+        return StopStrings(self.pieces(prompt, skip_special_tokens, kept), strings, len(prompt))
+
     def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
@@ -131,7 +145,7 @@ class ServedModel:
             return None if mine is None or id not in mine else mine[id].tolist()
 
 
-def longest_of(fast: Accelerated, config: ServeConfig) -> int:
+def longest_of(fast: Accelerated | AcceleratedCanvas, config: ServeConfig) -> int:
     """Most tokens of a request: the setting, by default the model's context.
 
     Raises:
@@ -147,7 +161,7 @@ def longest_of(fast: Accelerated, config: ServeConfig) -> int:
 
 def _with_template(tokenizer: PreTrainedTokenizerBase, config: ServeConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, or one with the chat template of the settings."""
-    if config.chat_template is None and (tokenizer.chat_template or config.model != "nano"):
+    if config.chat_template is None and (tokenizer.chat_template or config.model not in EMBEDDED):
         return tokenizer
     plain = config.chat_template in (None, "plain")
     given = copy.copy(tokenizer)

@@ -24,7 +24,6 @@ from truedraft.serve.protocol import (
     ResponseReference,
     TextReference,
 )
-from truedraft.serve.stops import StopStrings
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API reference
@@ -77,6 +76,7 @@ def planned(
     """
     n = body.n or 1
     check_bounds(model, body, len(prompts))
+    model.check(body)
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     predicted = None if body.prediction is None else model.encoded(body.prediction.text, False)
     references = ([predicted] if predicted else []) + [
@@ -99,7 +99,7 @@ def planned(
     for ids in prompts:
         most = max_tokens(model, body, len(ids))
         for choice in range(n):
-            criteria = [StopStrings(model.pieces(ids, skip, kept), stop, len(ids))] if stop else []
+            criteria = [model.stops(ids, stop, skip, kept)] if stop else []
             settings = shared | {
                 "sequence": choice,
                 "logits_processor": _processors(model, body, len(ids), constraint),

@@ -9,10 +9,17 @@ Wu and Zhang, "Free Draft-and-Verification" (FreeDave), arXiv 2510.00294 (2025),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from truedraft.canvas._base import NOTHING, CanvasRow, Draft, Policy, Speculator
+from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Rates, Speculator
 from truedraft.card import Card, knob
+
+PRIOR, DOUBT, MEMORY = (
+    0.6,
+    4.0,
+    0.97,
+)  # share of right steps before any was observed, its weight, and what is kept of it
 
 
 @dataclass
@@ -25,11 +32,22 @@ class Freedave(Speculator):
     )
     canvases: int = knob(4, 1, 64)  # scored per pass besides the row's own (4 for LLaDA, 8 for Dream and SDAR)
 
-    def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
+    def __post_init__(self) -> None:
+        self._rates = Rates([PRIOR] * self.canvases, DOUBT, MEMORY)  # of steps behind right ones, by place
+
+    def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
         chain: list[Draft] = []
-        fixed, left = NOTHING, row.predictions
+        last, left = OWN, row.predictions
         while left is not None and len(left) and len(chain) < self.canvases:
+            if (chance := last.chance * self._rates[len(chain)]) < least:
+                break
             step = policy.choose(left, row)
-            fixed, left = fixed | step, left.after(step, 1)
-            chain.append(Draft(fixed, len(chain) + 1))
+            last, left = Draft(last.fixed | step, last.steps + 1, chance), left.after(step, 1)
+            chain.append(last)
         return chain
+
+    def observe(self, row: CanvasRow, policy: Policy, drafts: Sequence[Draft], path: Sequence[Fixed]) -> None:
+        for place, (draft, fixed) in enumerate(zip(drafts, path, strict=False)):
+            self._rates.observe(place, draft.fixed == fixed)
+            if draft.fixed != fixed:
+                break

@@ -10,34 +10,15 @@ Gao et al., "Self Speculative Decoding for Diffusion Large Language Models" (SSD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from truedraft.canvas._base import NOTHING, CanvasRow, Draft, Fixed, Policy, Predictions, Speculator
+from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Predictions, Rates, Speculator
 from truedraft.card import Card, knob
 
-PRIOR = 0.6  # share of the steps that are the first of the predictions before, before any was observed
-DOUBT = 4.0  # its weight, in steps
-
-
-@dataclass
-class Ranks:
-    """How often the step of a row was the first, second ... of the predictions before it.
-
-    counts: by rank. steps: all of them.
-    """
-
-    counts: list[float]
-    steps: float = 0.0
-
-    def chance(self, rank: int) -> float:
-        return (self.counts[rank] + DOUBT * PRIOR * (1 - PRIOR) ** rank) / (self.steps + DOUBT)
-
-    def observe(self, rank: int | None) -> None:
-        """The next step was of this rank among its choices; None for none of them."""
-        self.counts = [0.97 * count + (i == rank) for i, count in enumerate(self.counts)]
-        self.steps = 0.97 * self.steps + 1
+PRIOR, DOUBT, MEMORY = 0.6, 4.0, 0.97  # share of first ones before any was observed, its weight, and what is kept of it
 
 
 @dataclass
@@ -51,26 +32,28 @@ class Ssd(Speculator):
     canvases: int = knob(4, 1, 64)  # scored per pass besides the row's own (3 to 5)
     orders: int = knob(3, 1, 16)  # positions of one canvas that may be fixed next
 
-    def propose(self, row: CanvasRow, policy: Policy) -> list[Draft]:
+    def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
         if row.predictions is None:
             return []
-        ranks: Ranks = row.memory.setdefault(id(self), Ranks([0.0] * self.orders))
-        found: dict[Draft, float] = {}
+        ranks = self._ranks(row)
+        found: list[Draft] = []
         number = count()
-        waiting: list[tuple[float, int, Fixed, int, Predictions]] = []
-
-        def expand(chance: float, fixed: Fixed, steps: int, left: Predictions) -> None:
+        waiting: list[tuple[float, int, Draft, Predictions]] = [(-1.0, next(number), OWN, row.predictions)]
+        while waiting and len(found) <= self.canvases:
+            _, _, draft, left = heappop(waiting)
+            if draft in found:
+                continue
+            found.append(draft)
             for rank, step in enumerate(self._steps(left, row, policy)):
-                likely = chance * ranks.chance(rank)
-                heappush(waiting, (-likely, next(number), fixed | step, steps + 1, left.after(step, 1)))
+                if (chance := draft.chance * ranks[rank]) >= least:
+                    later = Draft(draft.fixed | step, draft.steps + 1, chance)
+                    heappush(waiting, (-chance, next(number), later, left.after(step, 1)))
+        return found[1:]
 
-        expand(1.0, NOTHING, 0, row.predictions)
-        while waiting and len(found) < self.canvases:
-            chance, _, fixed, steps, left = heappop(waiting)
-            if (draft := Draft(fixed, steps)) not in found:
-                found[draft] = -chance
-                expand(-chance, fixed, steps, left)
-        return list(found)
+    def _ranks(self, row: CanvasRow) -> Rates:
+        """How often the step of a row was the first, second ... of the predictions before it."""
+        prior = [PRIOR * (1 - PRIOR) ** rank for rank in range(self.orders)]
+        return row.memory.setdefault(id(self), Rates(prior, DOUBT, MEMORY))
 
     def _steps(self, left: Predictions, row: CanvasRow, policy: Policy) -> list[Fixed]:
         """What the next step may fix, in the order of its ranks."""
@@ -80,7 +63,7 @@ class Ssd(Speculator):
         others = [left.fix([i]) for i in left.order[: self.orders]] if len(first) == 1 else []
         return [first, *(step for step in others if step != first)][: self.orders]
 
-    def observe(self, row: CanvasRow, policy: Policy, before: Predictions, step: Fixed) -> None:
-        ranks: Ranks = row.memory.setdefault(id(self), Ranks([0.0] * self.orders))
-        steps = self._steps(before, row, policy)
-        ranks.observe(steps.index(step) if step in steps else None)
+    def observe(self, row: CanvasRow, policy: Policy, drafts: Sequence[Draft], path: Sequence[Fixed]) -> None:
+        if row.predictions is not None:
+            for rank, step in enumerate(self._steps(row.predictions, row, policy)):
+                self._ranks(row).observe(rank, step == path[0])

@@ -714,6 +714,9 @@ typedef struct {
 
 IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 
+/* From one node to the next in bf16: an odd number of cache lines, so that nodes do not share the lines of one set. */
+IN int64_t apart_in_bf16(int64_t width) { return (width + 31) / 32 / 2 * 64 + 32; }
+
 /* Whether a product takes its nodes in bf16. */
 IN int in_bf16(const Op *op) {
   return units && by_units[op->form] && (op->narrow || op->form == BFLOAT || op->form == PANEL_BFLOAT);
@@ -766,7 +769,7 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
   if (worker->op == op && worker->first == m0) return;
   for (int64_t m = 0; m < nodes; m++) {
     const float *x = ROW(op->src, m0 + m);
-    if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * padded_to_32(op->in));
+    if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * apart_in_bf16(op->in));
     if (op->offsets) group_sums(x, op->in, op->groups, worker->sums + m * op->groups);
   }
   if (op->kind == LINEAR && op->heads && op->form >= PANELS) {
@@ -817,7 +820,7 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   float one[CHUNK * BROAD], two[CHUNK * BROAD], *dst = ROW(op->dst, m0) + first;
   prepare_nodes(op, pass, m0, nodes, worker);
   if (in_bf16(op)) {
-    ldx = padded_to_32(op->in);
+    ldx = apart_in_bf16(op->in);
     x = worker->x;
   }
   if (op->kv_heads) {
@@ -1629,8 +1632,8 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
     if (attends && key_size(ops + i) > head) head = key_size(ops + i);
     if (attends && units && ops[i].narrow && queries * padded_to_32(key_size(ops + i)) > wide)
       wide = queries * padded_to_32(key_size(ops + i));
-    if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * padded_to_32(ops[i].in) > wide)
-      wide = chunk * padded_to_32(ops[i].in);
+    if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * apart_in_bf16(ops[i].in) > wide)
+      wide = chunk * apart_in_bf16(ops[i].in);
     if (ops[i].offsets && chunk * ops[i].groups > sums) sums = chunk * ops[i].groups;
     if (ops[i].kind == LINEAR && ops[i].heads && ops[i].in + SOONER_STEPS > chosen) chosen = ops[i].in + SOONER_STEPS;
   }
