@@ -22,7 +22,7 @@ class DualCache(CanvasView):
         idea="Keep keys and values of all but the block while the block is filled.",
         family="block cache",
         cannot={"attention in blocks": "keys and values of complete blocks are kept exactly"},
-        published="Up to 27.6 times LLaDA with confident positions in parallel, at 1,024 tokens.",
+        published="Up to 27.6 times LLaDA with its caches and confident positions in parallel.",
     )
     refresh: int = knob(0, 0, 1024)  # passes within a block until all is computed anew; 0: at its beginning alone
 
