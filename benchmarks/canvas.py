@@ -59,6 +59,7 @@ def loss_of(judge: Any, ids: list[int], start: int) -> tuple[float, int]:
 
 def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> list[dict[str, Any]]:
     """A row by method and kind of prompt."""
+    judge = load("nano")[0]
     sides: dict[str, Any] = {"reference": truedraft.accelerate(model, tokenizer, draft=None)}
     for draft in EXACT:
         sides[draft] = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
@@ -66,8 +67,10 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
     sides["ssd, cost"] = truedraft.accelerate(model, tokenizer, draft="ssd:canvases=8")
     kind = "canvas.policies.lossy"
     for name in (*registry.names(kind), *registry.presets(kind)) if lossy else ():
-        if "training" not in registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs:
-            sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=f"lossy/{name}")
+        needs = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs
+        if "training" not in needs:
+            rule = registry.load(kind, name, **({"model": judge} if "guide" in needs else {}))
+            sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=rule)
     return compared(sides, tokenizer, prompts(few), rounds)
 
 
@@ -119,6 +122,7 @@ def compared(
                 "method": name, "prompts": subject, "passes": found["passes"],
                 "fewer_passes": reference["passes"] / found["passes"],
                 "positions_per_token": found["positions"] / max(found["tokens"], 1),
+                "tokens_per_pass": found["tokens"] / found["passes"],
                 "speed": statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True)),
                 "same_text": all(one == other for one, other, _ in pairs),
                 "agreement": same / max(sum(len(one) - ids.shape[1] for one, _, ids in pairs), 1),

@@ -92,9 +92,9 @@ ALLOWED = {
     "caches": {"tree", "errors", "caches"},
     "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
     # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call; stores: the
-    # format of files
+    # format of files; loading: guides by name
     "canvas": {"canvas", "caches", "runtime", "targets", "errors", "card", "stats", "call", "standin"}
-    | {"stopwatch", "registry", "stores"},
+    | {"stopwatch", "registry", "stores", "loading"},
     "chains": {"tree"},
     "engine": {"tree", "chains", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
     "reading": {"tree", "request", "engine", "caches", "control", "targets", "runtime"},

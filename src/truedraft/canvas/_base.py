@@ -43,8 +43,8 @@ OWN = Draft(NOTHING, 0)
 class Canvas:
     """A text with masks.
 
-    tokens: ids, that of the mask where a position is not known.
-    known: whether each position is known.
+    tokens: ids, that of the mask where a position is not known, or what a policy has written there for now.
+    known: whether each position is known; such ones are final.
     """
 
     tokens: list[int]
@@ -68,6 +68,11 @@ class Canvas:
         for position, token in fixed:
             self.tokens[position], self.known[position] = token, True
 
+    def write(self, tokens: Fixed) -> None:
+        """Write at positions that remain unknown: later passes read what stands there, and predict it again."""
+        for position, token in tokens:
+            self.tokens[position] = token
+
     def after(self, fixed: Fixed) -> Canvas:
         """A copy in which more positions are known."""
         copied = Canvas(list(self.tokens), list(self.known))
@@ -88,6 +93,7 @@ class CanvasRow:
     at: index of the block that is being filled; len(blocks) when all are.
     taken: what each step of the policy so far has fixed.
     reach: index of the last block whose masks the next pass predicts; `at` where it is smaller.
+    causal: how the next pass reads the canvas, see `Policy.causal`.
     committed: tokens whose keys and values are kept.
     predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
         start of a block.
@@ -106,6 +112,7 @@ class CanvasRow:
     at: int = 0
     taken: list[Fixed] = field(default_factory=list)
     reach: int = 0
+    causal: bool = False
     committed: int = 0
     predictions: Predictions | None = None
     emitted: int = 0
@@ -184,6 +191,8 @@ class Predictions:
     block: the block that is being filled.
     drawn: chooses tokens anew at some of the positions, with the noise of a number of steps later: (indices, steps) ->
         their tokens and confidence; None where tokens are chosen without noise.
+    again: chooses tokens at the first positions by other scores, (n, V) log-probabilities up to a constant, with the
+        same warpers and the same noise.
     """
 
     positions: tuple[int, ...]
@@ -193,6 +202,7 @@ class Predictions:
     confidence: tuple[float, ...]
     block: range
     drawn: Callable[[Sequence[int], int], tuple[tuple[int, ...], tuple[float, ...]]] | None = None
+    again: Callable[[Tensor], tuple[int, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -244,7 +254,7 @@ class Predictions:
         drawn = None if origin is None else lambda indices, later: origin([rest[i] for i in indices], steps + later)
         return replace(
             self, positions=positions, logits=self.logits[rest], scores=self.scores[rest], tokens=tokens,
-            confidence=confidence, drawn=drawn,
+            confidence=confidence, drawn=drawn, again=None,
         )  # fmt: skip
 
     @property
@@ -259,15 +269,29 @@ class Policy(ABC):
     guarantee: `tokens` of a reference, decoding step by step as models define it (`policies/`); `none` where more is
         fixed at a time than the reference would fix (`policies/lossy/`).
     ordered: whether the first masked positions of the block are fixed next, whatever is predicted.
+    causal_cache: whether each position of the prompt and of complete blocks reads those before it alone, with attention
+        in blocks.
     """
 
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
     ordered: ClassVar[bool] = False
+    causal_cache: bool = False
 
     @abstractmethod
     def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
-        """The positions that are fixed next, at least one, with their tokens."""
+        """The positions that are fixed next, at least one, with their tokens.
+
+        A policy that goes over tokens again writes them into the canvas instead (`Canvas.write`), and fixes them when
+        they are final: until then a block is not complete, nothing of it is kept, and nothing is handed out.
+        """
+
+    def bind(self, vocabulary: int, layout: Layout, tokenizer: Any) -> None:
+        """A model is accelerated with this policy; tokenizer: the model's, or None.
+
+        Raises:
+            Refused: the policy needs another model.
+        """
 
     def begin(self, row: CanvasRow, layout: Layout) -> None:
         """A row begins.
@@ -280,6 +304,11 @@ class Policy(ABC):
         """Index of the last block whose masked positions the next pass predicts; the positions to fix are among them.
         With attention in blocks, later blocks make the pass longer."""
         return row.at
+
+    def causal(self, row: CanvasRow) -> bool:
+        """Whether the next pass predicts each position from those before it alone, as blocks of one position would be:
+        with attention in blocks only."""
+        return False
 
     def hypotheses(self, row: CanvasRow) -> list[Draft]:
         """Canvases of one more step that the next pass scores beside the row's own, of which one is kept."""

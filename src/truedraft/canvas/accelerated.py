@@ -27,7 +27,7 @@ from truedraft.standin import StandIn
 from truedraft.stats import Pass, Report
 from truedraft.stopwatch import Stopwatch
 
-REFERENCE, SPECULATOR = "low-confidence", "freedave"
+REFERENCE, SPECULATOR = "low-confidence", "lattice"
 MOST = 64  # most canvases of a row in a pass besides its own
 
 
@@ -95,6 +95,7 @@ class AcceleratedCanvas(StandIn):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict, self.view
         self.target = hosted_canvas(model, *self._hosting)
+        self.policy.bind(self.target.vocabulary, layout, tokenizer)
         fixed = control == "fixed" or bool(self._lossy)
         self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
         self._report: Report | None = None
@@ -177,7 +178,7 @@ class AcceleratedCanvas(StandIn):
 
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
-        self.target.layout = settings.layout
+        self.target.layout, self.target.causal_cache = settings.layout, policy.causal_cache
         self._report = report = self._new_report(watch)
         watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)

@@ -20,7 +20,7 @@ from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.selecting import check_seen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part(Variant):
     """A row's own canvas, of which a pass computes some positions; `tokens` are those at these.
 
@@ -70,7 +70,8 @@ class CachedTarget(CanvasTarget):
         unknown = [i for i in sorted(computed) if not canvas.known[i]]
         positions = sorted(computed.union(i - self.layout.shifted for i in unknown))
         tokens = [canvas.tokens[i] for i in positions]
-        return Part(0, tokens, block, [i for i in masked if i in computed], row, positions, unknown)
+        asked = [i for i in masked if i in computed]
+        return Part(0, tokens, block, asked, row=row, positions=positions, unknown=unknown)
 
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
         parts: list[Part] = [own for (own,) in rows]  # type: ignore[misc]

@@ -90,15 +90,15 @@ class CanvasEngine:
     def step(self) -> Pass:
         """One pass over all rows."""
         for row in self.rows:
-            row.reach = self.policy.reach(row)
+            row.reach, row.causal = self.policy.reach(row), self.policy.causal(row)
         own = [self.target.variant(row, OWN) for row in self.rows]
         drafting = self.control.drafting()
-        proposed = self.propose([len(one.tokens) for one in own]) if drafting else [[] for _ in self.rows]
+        proposed = self.propose([one.width for one in own]) if drafting else [[] for _ in self.rows]
         possible = [
             [one, *(self.target.variant(row, draft) for draft in drafts)]
             for row, one, drafts in zip(self.rows, own, proposed, strict=True)
         ]
-        kept = self.control.cut(proposed, [[len(one.tokens) for one in row] for row in possible])
+        kept = self.control.cut(proposed, [[one.width for one in row] for row in possible])
         batches = [[OWN, *drafts[:count]] for drafts, count in zip(proposed, kept, strict=True)]
         variants = [row[: count + 1] for row, count in zip(possible, kept, strict=True)]
         verified = self.verify(batches, variants, self.score(variants))
@@ -113,7 +113,7 @@ class CanvasEngine:
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
                 self.release(slot)
-        return Pass(max(sum(len(one.tokens) for one in row) for row in variants), tuple(emitted))
+        return Pass(max(sum(one.width for one in row) for row in variants), tuple(emitted))
 
     def propose(self, widths: Sequence[int]) -> list[list[Draft]]:
         """The drafts of all rows; none that are finished, which have nothing to score.

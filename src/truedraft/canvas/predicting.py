@@ -56,8 +56,17 @@ class Chooser:
             if self.noise is not None:
                 drawn = partial(self._draw, of_canvas, own, row, tuple(positions), step)
                 chosen.append(drawn(range(len(positions)), 0))
-            found.append(Predictions(tuple(positions), of_canvas, own, *chosen[i], block, drawn))
+            again = partial(self._again, row, tuple(positions), step)
+            found.append(Predictions(tuple(positions), of_canvas, own, *chosen[i], block, drawn, again))
         return found
+
+    def _again(self, row: int, positions: Sequence[int], step: int, scores: Tensor) -> tuple[int, ...]:
+        """Tokens at the first positions by other scores."""
+        own = torch.log_softmax(scores, -1)
+        warped = self.warpers(None, own) if self.warpers else own  # type: ignore[arg-type]
+        if self.noise is None:
+            return tuple(warped.argmax(-1).tolist())
+        return self._draw(warped, own, row, positions, step, range(len(own)), 0)[0]
 
     def _draw(
         self, warped: Tensor, scores: Tensor, row: int, positions: Sequence[int], step: int, indices: Sequence[int],

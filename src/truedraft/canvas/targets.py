@@ -35,12 +35,21 @@ class Variant:
     tokens: ids from there on.
     block: the block to fill; the tokens end with it, or with a later one.
     masked: the masked positions from there on that are scored, in order; their logits are returned.
+    causal: each position reads those before it and itself alone.
+    probes: masks behind the tokens, one for each scored position, at which that is scored instead.
     """
 
     start: int
     tokens: Sequence[int]
     block: range
     masked: Sequence[int]
+    causal: bool = False
+    probes: int = 0
+
+    @property
+    def width(self) -> int:
+        """Nodes of a pass."""
+        return len(self.tokens) + self.probes
 
 
 class CanvasTarget(ABC):
@@ -49,6 +58,7 @@ class CanvasTarget(ABC):
     Attributes:
         model: of `transformers`.
         layout: its canvas, with the block length of the current call.
+        causal_cache: of the current call, see `Policy`.
         runtime: how passes are computed, as reports show it.
         batch_invariant: whether the logits of a canvas have the same bits whatever else is in the pass.
         together: whether a pass may score several canvases of a row.
@@ -57,6 +67,7 @@ class CanvasTarget(ABC):
     together: ClassVar[bool] = True
     reads_sources = False
     hard_limit = None
+    causal_cache = False
 
     def __init__(self, model: PreTrainedModel, layout: Layout, runtime: str = "auto"):
         self._made_of = fingerprint(model)
@@ -163,7 +174,9 @@ class BlockTarget(CanvasTarget):
     """A model that attends in blocks: keys and values of complete blocks are kept, and never change.
 
     A pass reads of each row the complete blocks that are not committed yet and the block that is being filled, and of
-    each further variant the block again, or where that is complete the block behind it as well.
+    each further variant the block again, or where that is complete the block behind it as well. Of a causal variant
+    each token reads those before it; where logits are not for the next position, masks behind them are scored, each of
+    which reads the tokens before its position and itself.
     """
 
     _variants: Sequence[Sequence[Variant]] = ()
@@ -183,7 +196,7 @@ class BlockTarget(CanvasTarget):
             for start in range(0, whole, span := max(READ // size, 1) * size):
                 nodes = Nodes()
                 end = min(start + span, whole)
-                self._add(nodes, slot, prompt[start:end], start, start, range(0))
+                self._add(nodes, slot, prompt[start:end], start, start, (), self.causal_cache)
                 nodes.group(end - start)
                 edge = self.runner(nodes, [end - start - 1])[0]
                 self.cache.lengths[slot] = end
@@ -191,11 +204,14 @@ class BlockTarget(CanvasTarget):
             committed.append(whole)
         return committed
 
-    def _add(self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: range) -> None:
+    def _add(
+        self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: Sequence[int],
+        causal: bool,
+    ) -> None:  # fmt: skip
         """Nodes of complete blocks, from a position on: each attends to what is committed, to the places `before` of
-        this pass, and to those of these nodes up to the end of its block."""
+        this pass, and to those of these nodes up to the end of its block; causal: up to itself."""
         assert self.cache is not None
-        base, size = self.cache.lengths[slot], self.layout.block
+        base, size = self.cache.lengths[slot], 1 if causal else self.layout.block
         n = len(tokens)
         nodes.token += tokens
         nodes.slot += [slot] * n
@@ -213,7 +229,20 @@ class BlockTarget(CanvasTarget):
     def variant(self, row: CanvasRow, draft: Draft) -> Variant:
         canvas, block, masked = row.reached(draft.fixed)
         start = row.block.start if draft.steps else row.committed
-        return Variant(start, canvas.tokens[start : row.span(block).stop], block, masked)
+        probes = 0 if self.layout.shifted or not row.causal else len(masked)
+        return Variant(start, canvas.tokens[start : row.span(block).stop], block, masked, row.causal, probes)
+
+    def _read(self, nodes: Nodes, slot: int, variant: Variant, place: int, before: Sequence[int]) -> None:
+        """Nodes of a variant: complete blocks, the block to fill and later ones, and masks behind them."""
+        assert self.cache is not None
+        start, tokens, filled = variant.start, variant.tokens, variant.block.start - variant.start
+        self._add(nodes, slot, tokens[:filled], start, place, before, self.causal_cache)
+        inside = [*before, *range(place, place + filled)]
+        self._add(nodes, slot, tokens[filled:], start + filled, place + filled, inside, variant.causal)
+        base, behind = self.cache.lengths[slot], place + len(tokens)
+        for i, position in enumerate(variant.masked[: variant.probes]):
+            nodes.token.append(self.layout.mask)
+            nodes.add_node(slot, position, behind + i, base, [*before, *range(place, place + position - start)])
 
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
         assert self.cache is not None
@@ -225,9 +254,10 @@ class BlockTarget(CanvasTarget):
                 at, shared = len(nodes), range(place, place)
                 if variant is not own:
                     shared = range(self.cache.lengths[slot], self.cache.lengths[slot] + variant.start - own.start)
-                self._add(nodes, slot, variant.tokens, variant.start, place, shared)
-                place += len(variant.tokens)
-                for position in variant.masked:
+                self._read(nodes, slot, variant, place, shared)
+                place += variant.width
+                gather += range(at + len(variant.tokens), at + variant.width)
+                for position in variant.masked[variant.probes :]:
                     node = position - self.layout.shifted
                     begun, origin = (at, variant.start) if node >= variant.start else (first, own.start)
                     gather.append(begun + max(node - origin, 0))
@@ -242,7 +272,7 @@ class BlockTarget(CanvasTarget):
 
     def probe(self, width: int) -> None:
         nodes = Nodes()
-        self._add(nodes, 0, [0] * width, 0, 0, range(0))
+        self._add(nodes, 0, [0] * width, 0, 0, (), False)
         nodes.group(width)
         self.runner(nodes, range(width))
 
@@ -264,7 +294,7 @@ class BlockTarget(CanvasTarget):
     def commit(self, slot: int, variant: int) -> int:
         assert self.cache is not None
         own, right = self._variants[slot][0], self._variants[slot][variant]
-        before = sum(len(one.tokens) for one in self._variants[slot][:variant])
+        before = sum(one.width for one in self._variants[slot][:variant])
         path = [*range(own.block.start - own.start)]
         if variant:
             path += range(before, before + right.block.start - right.start)

@@ -18,9 +18,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from truedraft.canvas._base import CanvasRow
+from truedraft.canvas._base import CanvasRow, Policy
+from truedraft.canvas.policies.lossy._editing import Editing
 from truedraft.canvas.views._base import Attention, CanvasView, latest, masked, renewed, whole
-from truedraft.card import Card, knob
+from truedraft.card import Card, knob, method_name
+from truedraft.errors import Refused
 
 
 @dataclass
@@ -59,6 +61,13 @@ class D2cache(CanvasView):
     spread: float = knob(10.0, 0, 1024, open=True)  # standard deviation, in positions, of the density (10)
     gap: int = knob(0, 0, 64)  # longest distance of computed positions whose gap is computed too (0; 4 in parallel)
     refresh: int = knob(0, 0, 1024)  # passes within a block until all is computed anew; 0: never
+
+    def check(self, policy: Policy) -> None:
+        if isinstance(policy, Editing):
+            raise Refused(
+                f"lossy/d2cache predicts a part of the block, and rule='lossy/{method_name(policy)}' goes over all of "
+                "it again: choose view='lossy/dual-cache'"
+            )
 
     def positions(self, row: CanvasRow) -> Sequence[int]:
         if self.refresh and renewed(row, self.refresh):
