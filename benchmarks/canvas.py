@@ -1,11 +1,13 @@
 """Canvases of diffusion models: passes and speed of exact and lossy decoding, and the quality of the lossy ones.
 
     python benchmarks/canvas.py [--model nano-diffusion] [--sizes as-is 0.1B] --json FILE
+    python benchmarks/canvas.py --views --json FILE
 
 Every method decodes the same prompts in turn, in rounds; the reference is the same model with one canvas per pass.
 Exact text is compared with it. Agreement of a lossy text is the share of its tokens that are the reference's at the
 same place; its loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of
-the reference's text. `nano` is also the guide of policies that need one.
+the reference's text. `nano` is also the guide of policies that need one. With `--views` the model attends to the whole
+canvas, and passes are made under each view; the positions that passes compute are given per token.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,14 @@ import truedraft
 from truedraft import assets, registry
 from truedraft.bench import stretched
 from truedraft.bench.sizes import size_of
+from truedraft.canvas.layout import layout_of
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
 
 EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8")
 TOKENS = {"story": 160, "edit": 320}
+AGAINST = {"left-to-right": "left-to-right", "lossy/dkv-cache-greedy": "left-to-right"}  # else the reference
 AS_IS = "as-is"
 
 
@@ -65,10 +71,33 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
         if "training" not in needs:
             rule = registry.load(kind, name, **({"model": judge} if "guide" in needs else {}))
             sides[f"lossy/{name}"] = truedraft.accelerate(model, tokenizer, rule=rule)
-    rows = []
-    for subject, texts in prompts(few).items():
+    return compared(sides, tokenizer, prompts(few), rounds)
+
+
+def viewed(model: Any, tokenizer: Any, few: int, rounds: int) -> list[dict[str, Any]]:
+    """A row by view on stories, with attention to the whole canvas."""
+    layout = layout_of(model.config, tokenizer)
+    assert layout is not None
+    whole = partial(truedraft.accelerate, model, tokenizer, draft=None, layout=replace(layout, attention="whole"))
+    sides = {"reference": whole(), **{rule: whole(rule=rule) for rule in ("left-to-right", "lossy/fast-dllm")}}
+    for name in (*registry.names("canvas.views"), *registry.presets("canvas.views")):
+        rule = AGAINST.get(f"lossy/{name}")
+        sides[f"lossy/{name}"] = whole(view=f"lossy/{name}", rule=rule)
+        if rule is None:
+            sides[f"lossy/{name}, lossy/fast-dllm"] = whole(view=f"lossy/{name}", rule="lossy/fast-dllm")
+    return compared(sides, tokenizer, {"story": prompts(few)["story"]}, rounds)
+
+
+def compared(
+    sides: dict[str, Any], tokenizer: Any, subjects: dict[str, list[str]], rounds: int
+) -> list[dict[str, Any]]:
+    """A row by method and kind of prompt."""
+    judge, rows = load("nano")[0], []
+    for subject, texts in subjects.items():
         inputs = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-        results: dict[str, Any] = {name: {"seconds": [], "texts": [], "passes": 0, "tokens": 0} for name in sides}
+        results: dict[str, Any] = {
+            name: {"seconds": [], "texts": [], "passes": 0, "tokens": 0, "positions": 0} for name in sides
+        }
         for turn in range(rounds):
             for name, side in sides.items():
                 start = time.perf_counter()
@@ -78,9 +107,10 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
                         results[name]["texts"].append(out)
                         results[name]["passes"] += len(side.report().passes)
                         results[name]["tokens"] += side.report().tokens
+                        results[name]["positions"] += sum(one.width for one in side.report().passes)
                 results[name]["seconds"].append(time.perf_counter() - start)
-        reference = results["reference"]
         for name, found in results.items():
+            reference = results[AGAINST.get(name, "reference")]
             pairs = list(zip(reference["texts"], found["texts"], inputs, strict=True))
             losses = [loss_of(judge, text, ids.shape[1]) for _, text, ids in pairs]
             same = sum(
@@ -91,6 +121,7 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
             rows.append({
                 "method": name, "prompts": subject, "passes": found["passes"],
                 "fewer_passes": reference["passes"] / found["passes"],
+                "positions_per_token": found["positions"] / max(found["tokens"], 1),
                 "tokens_per_pass": found["tokens"] / found["passes"],
                 "speed": statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True)),
                 "same_text": all(one == other for one, other, _ in pairs),
@@ -108,17 +139,25 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.1B"])
     parser.add_argument("--few", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--views", action="store_true", help="views alone, with attention to the whole canvas")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "model": args.model, "sizes": {}}
-    for size in args.sizes:
+    if args.views:
+        found["views"] = viewed(*load(args.model), args.few, args.rounds)
+        _save(found, args.json)
+    for size in () if args.views else args.sizes:
         model, tokenizer = load(args.model)
         if size != AS_IS:
             layers, hidden = size_of(size, "nano")
             model = stretched.stretched(model, layers=layers, hidden=hidden)
         found["sizes"][size] = measured(model, tokenizer, args.few, args.rounds, lossy=size == AS_IS)
-        if args.json:
-            write_whole(args.json, json.dumps(found, indent=1) + "\n")
+        _save(found, args.json)
+
+
+def _save(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        write_whole(path, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_cursor_positions_of_passes() -> None:
     cursor.begin(1, 3, 2, CPU)
     assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (1, 3, 2, 7, False)
     assert cursor.place.tolist() == [[3, 4], [5, 6]] and cursor.row.tolist() == [[0], [1]]
-    cursor.replayed(torch.tensor([[6, 7, 8], [1, 2, 3]]), 16)
+    cursor.placed(torch.tensor([[6, 7, 8], [1, 2, 3]]), 16)
     assert (cursor.first, cursor.last, cursor.width, cursor.extent, cursor.level) == (0, 2, 3, 16, False)
     assert cursor.place.tolist() == [[6, 7, 8], [1, 2, 3]] and cursor.row.tolist() == [[0], [1]]
 

@@ -427,7 +427,7 @@ def test_prompts_that_cannot_be_read(model: Any, inputs: list[list[int]], messag
         ({"rule": "fast-dllm"}, "it is lossy: choose it with rule='lossy/fast-dllm'"),
         ({"rule": "greedy"}, "there is no policy 'greedy'"),
         ({"draft": "suffix"}, "there is no speculator 'suffix'"),
-        ({"view": "lossy/window-kv"}, "is for autoregressive models"),
+        ({"view": "lossy/window-kv"}, "there is no canvas view 'window-kv'"),
         ({"ties": "recheck"}, "is for autoregressive models"),
         ({"control": "x"}, "diffusion models have 'cost' and 'fixed'"),
         ({"layout": Layout(200)}, "outside the vocabulary"),

@@ -382,7 +382,7 @@ def accelerate(
             check_hosted(model)
             quantized(model, quantize)
         if (layout := layout or layout_of(getattr(model, "config", None), tokenizer)) is not None:
-            check_for_canvas(ties, view)
-            return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout)  # type: ignore
+            check_for_canvas(ties)
+            return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout, view)  # type: ignore
         lossy = None if view is None else view_of(view)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

@@ -3,8 +3,8 @@
 `drafters/lookup/prompt_lookup.py` is the drafter `prompt-lookup`: folders group methods and are no part of their names,
 and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
 (`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`,
-`truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`), each entry pointing to
-a class.
+`truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`,
+`truedraft.canvas.views`), each entry pointing to a class.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ KINDS = {
         "More positions per step than step-by-step decoding fixes: another text; only by explicit choice.",
         "rule",
         "lossy/NAME",
+    ),
+    "canvas.views": Kind(
+        "CanvasView", "canvas view", "Views of diffusion models", "Part of a canvas is computed.", "view", "lossy/NAME"
     ),
 }
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
@@ -209,6 +212,14 @@ def check_lossy_view(spec: str) -> None:
         Refused: as `lossy_view`, but for what only the view itself checks.
     """
     _check_views(_lossy(spec), spec)
+
+
+def canvas_view(spec: str) -> str:
+    """The view of `lossy/NAME`, which a diffusion model generates under, as `load` and `check` take it; raises Refused
+    for another form."""
+    if not spec.startswith("lossy/"):
+        raise Refused(f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}'")
+    return spec.removeprefix("lossy/")
 
 
 def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:

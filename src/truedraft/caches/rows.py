@@ -117,9 +117,9 @@ class CacheCursor:
         if not self.level:
             self._scatter(torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device))
 
-    def replayed(self, place: Tensor, extent: int) -> None:
-        """A captured pass over the first slots; it writes at the positions in buffer `place`, (rows, width)."""
-        self.first, (self.last, self.width) = 0, place.shape
+    def placed(self, place: Tensor, extent: int, first: int = 0) -> None:
+        """A pass over the slots from `first` on, which writes at `place`, (rows, width), and reads `extent` places."""
+        self.first, self.last, self.width = first, first + len(place), place.shape[1]
         self.extent, self.level = extent, False
         self._scatter(place)
 

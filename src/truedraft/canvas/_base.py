@@ -268,12 +268,14 @@ class Policy(ABC):
 
     guarantee: `tokens` of a reference, decoding step by step as models define it (`policies/`); `none` where more is
         fixed at a time than the reference would fix (`policies/lossy/`).
+    ordered: whether the first masked positions of the block are fixed next, whatever is predicted.
     causal_cache: whether each position of the prompt and of complete blocks reads those before it alone, with attention
         in blocks.
     """
 
     card: ClassVar[Card]
     guarantee: ClassVar[Guarantee]
+    ordered: ClassVar[bool] = False
     causal_cache: bool = False
 
     @abstractmethod

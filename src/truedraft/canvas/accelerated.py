@@ -20,7 +20,8 @@ from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.settings import Settings, prompts_of, row_of, settings_of, with_tokens
-from truedraft.card import method_name
+from truedraft.canvas.views._base import CanvasView
+from truedraft.card import Guarantee, method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Pass, Report
@@ -69,32 +70,33 @@ class AcceleratedCanvas(StandIn):
     Attributes:
         model: the model that was given, unchanged.
         target, speculator, policy: the parts in use; speculator is None for one step per pass.
+        view: that all passes are made under, or None.
         layout: how the model reads a canvas.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, draft: Any,
-        rule: Any, control: Any, runtime: str, strict: bool, layout: Layout,
+        rule: Any, control: Any, runtime: str, strict: bool, layout: Layout, view: Any = None,
     ):  # fmt: skip
         self.model, self.tokenizer, self.layout = model, tokenizer, layout
         self.policy: Policy = _part(rule or REFERENCE, "canvas.policies", Policy)
-        lossy = self.policy.guarantee == "none"
+        self.view = None if view is None else _view(view, self.policy)
         if draft == "auto":
-            draft = None if lossy else SPECULATOR
+            draft = None if self._lossy else SPECULATOR
         self.speculator: Speculator | None = None
         if draft is not None and draft != "none":
             self.speculator = _part(draft, "canvas.speculators", Speculator)
-            if lossy:
+            if self._lossy:
                 raise Refused(
-                    f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which rule={self._rule!r} "
-                    "replaces: drop one of them"
+                    f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which "
+                    f"{' and '.join(self._lossy)} replaces: drop one of them"
                 )
         if control not in ("cost", "fixed"):
             raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
-        self._hosting = layout, runtime, strict
+        self._hosting = layout, runtime, strict, self.view
         self.target = hosted_canvas(model, *self._hosting)
         self.policy.bind(self.target.vocabulary, layout, tokenizer)
-        fixed = control == "fixed" or lossy
+        fixed = control == "fixed" or bool(self._lossy)
         self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
         self._report: Report | None = None
         self._complete()
@@ -112,6 +114,16 @@ class AcceleratedCanvas(StandIn):
     @property
     def _rule(self) -> str:
         return f"{'lossy/' if self.policy.guarantee == 'none' else ''}{method_name(self.policy)}"
+
+    @property
+    def _lossy(self) -> list[str]:
+        """What makes the text another than that of step-by-step decoding."""
+        found = [self._rule] if self.policy.guarantee == "none" else []
+        return found if self.view is None else [*found, self.view.lossy]
+
+    @property
+    def _guarantee(self) -> Guarantee:
+        return "none" if self._lossy else self.policy.guarantee
 
     def report(self) -> Report:
         """Figures of the last call of `generate`; `tokens` are those known without a gap, up to the end of the text.
@@ -200,36 +212,50 @@ class AcceleratedCanvas(StandIn):
     @property
     def names(self) -> tuple[str, str]:
         """The drafter's name, and the guarantee."""
-        return self._drafter, self.policy.guarantee
+        return self._drafter, self._guarantee
 
     def _new_report(self, watch: Stopwatch) -> Report:
-        lossy = self.policy.guarantee == "none"
         ties = "to the bit" if self.target.batch_invariant else f"up to ties of {_name(self.target.dtype)}"
         report = Report(
-            self._drafter, self._rule, self.policy.guarantee, self.control.name, self.target.runtime,
+            self._drafter, self._rule, self._guarantee, self.control.name, self.target.runtime,
             dtype=_name(self.target.dtype), seconds=watch.seconds,
-            reference="none" if lossy else f"step-by-step decoding, one canvas per pass, {ties}",
+            reference="none" if self._lossy else f"step-by-step decoding, one canvas per pass, {ties}",
         )  # fmt: skip
-        if lossy:
-            report.notes.append(f"{self._rule} is lossy: this is not the text of step-by-step decoding")
+        report.notes += [f"{name} is lossy: this is not the text of step-by-step decoding" for name in self._lossy]
         return report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedCanvas:
         """A deep copy of the model, accelerated in the same way."""
         speculator, policy = copy.copy(self.speculator), copy.copy(self.policy)
         memo[id(self)] = copied = AcceleratedCanvas(
-            copy.deepcopy(self.model, memo), self.tokenizer, speculator, policy, self.control.name, *self._hosting[1:],
-            self.layout,
+            copy.deepcopy(self.model, memo), self.tokenizer, speculator, policy, self.control.name, *self._hosting[1:3],
+            self.layout, self.view,
         )  # fmt: skip
         return copied
 
 
-def check_for_canvas(ties: str, view: Any) -> None:
+def check_for_canvas(ties: str) -> None:
     """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
     if ties != "keep":
         raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
-    if view is not None:
-        raise Refused(f"view={view!r} is for autoregressive models: leave it out for a diffusion model")
+
+
+def _view(given: Any, policy: Policy) -> CanvasView:
+    """The view of `lossy/NAME`, or one that was made already.
+
+    Raises:
+        Refused: it is none of diffusion models, or cannot serve this policy.
+    """
+    view = registry.load("canvas.views", registry.canvas_view(given)) if isinstance(given, str) else given
+    if not isinstance(view, CanvasView):
+        raise Refused(f"view={given!r}: give lossy/ and the name of a view of diffusion models (`truedraft methods`)")
+    if getattr(policy, "canvases", 0):
+        raise Refused(
+            f"rule='lossy/{method_name(policy)}' scores several canvases in a pass, and view={view.lossy!r} keeps what "
+            "one has stored: drop one of them"
+        )
+    view.check(policy)
+    return view
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,23 +9,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.canvas._base import OWN, Canvas, CanvasRow, Draft
+from truedraft.canvas.cached import CachedTarget
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.targets import BlockTarget, CanvasTarget, WholeTarget, plain_logits
+from truedraft.canvas.views._base import CanvasView
 from truedraft.errors import Refused
 from truedraft.targets.hostable import check_runtime
 
 TOLERANCE = {True: 1e-3, False: 0.25}  # of logits, in their standard deviations; by whether the dtype is fp32 or wider
 
 
-def hosted_canvas(model: Any, layout: Layout, runtime: str = "auto", strict: bool = False) -> CanvasTarget:
+def hosted_canvas(
+    model: Any, layout: Layout, runtime: str = "auto", strict: bool = False, view: CanvasView | None = None
+) -> CanvasTarget:
     """A target for a diffusion language model.
 
     Args:
         runtime: see `accelerate`.
         strict: require passes whose results do not depend on their width.
+        view: that all passes are made under.
 
     Raises:
-        Refused: the model does not attend as its layout names it, or not strictly.
+        Refused: the model does not attend as its layout names it, or not strictly, or it cannot run under the view.
     """
     check_runtime(runtime)
     if not isinstance(model, PreTrainedModel):
@@ -33,14 +38,14 @@ def hosted_canvas(model: Any, layout: Layout, runtime: str = "auto", strict: boo
     if not 0 <= layout.mask < model.config.get_text_config(decoder=True).vocab_size:
         raise Refused(f"the mask token {layout.mask} is outside the vocabulary of {type(model).__name__}")
     unmasked = _attends_unmasked(model, layout)
-    target = _made(model, layout, runtime, unmasked)
+    target = _made(model, layout, runtime, unmasked, view)
     try:
         _check(target, unmasked)
     except Refused:
         if runtime == "stock" or not target.batch_invariant:
             raise
         why = f"the {target.runner.name} did not reproduce the model's forward"
-        target = _made(model, layout, "stock", unmasked)
+        target = _made(model, layout, "stock", unmasked, view)
         target.fallback_reason = why
         _check(target, unmasked)
     if strict and not target.batch_invariant:
@@ -49,7 +54,16 @@ def hosted_canvas(model: Any, layout: Layout, runtime: str = "auto", strict: boo
     return target
 
 
-def _made(model: Any, layout: Layout, runtime: str, unmasked: bool) -> CanvasTarget:
+def _made(model: Any, layout: Layout, runtime: str, unmasked: bool, view: CanvasView | None) -> CanvasTarget:
+    if view is not None:
+        if layout.attention == "blocks":
+            raise Refused(
+                f"view={view.lossy!r} is for attention to the whole canvas: with attention in blocks keys and values "
+                "of complete blocks are kept exactly; leave it out"
+            )
+        if unmasked:
+            raise Refused(f"view={view.lossy!r}: {type(model).__name__} takes ids alone, and keeps no keys and values")
+        return CachedTarget(model, layout, runtime, view)
     if layout.attention == "blocks":
         return BlockTarget(model, layout, runtime)
     return WholeTarget(model, layout, runtime, unmasked)
@@ -96,11 +110,13 @@ def _check(target: CanvasTarget, unmasked: bool) -> None:
         row = CanvasRow(0, Canvas.behind(prompt, layout.mask, blocks[-1].stop), len(prompt), blocks, frozenset(), 8)
         masked = row.canvas.masked(row.block)
         fixed = [frozenset((place, drawn[place]) for place in masked[:count]) for count in (1, len(masked))]
-        drafts = [OWN, *(Draft(some, i) for i, some in enumerate(fixed, 1) if some)]
+        drafts = [OWN, *(Draft(some, i) for i, some in enumerate(fixed, 1) if some and target.together)]
         target.reserve(1, blocks[-1].stop, len(drafts))
         row.committed = target.admit([prompt])[0]
         variants = [target.variant(row, draft) for draft in drafts]
         found = target.score([variants])[0]
+        if isinstance(target, CachedTarget):  # once more, over what was stored
+            found = target.score([[target.part(row, row.block)]])[0]
     except RuntimeError as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"{type(target.model).__name__} cannot be hosted: a pass fails ({reason[:300]})") from error

@@ -52,27 +52,25 @@ class ForwardNodes:
 
     @torch.no_grad()
     def __call__(self, nodes: Nodes, gather: Sequence[int]) -> Tensor:
-        """As `CompiledNodes`; the nodes of a slot lie behind what it has in the cache, and slots are adjacent."""
+        """As `CompiledNodes`; slots are adjacent. A shorter row is padded by its last node."""
         assert self.cache is not None
-        cursor, first = self.cache.cursor, min(nodes.slot)
-        rows, at = max(nodes.slot) - first + 1, [0] * len(nodes)
-        counts = [0] * rows
+        first = min(nodes.slot)
+        lines: list[list[int]] = [[] for _ in range(max(nodes.slot) - first + 1)]
         for i, slot in enumerate(nodes.slot):
-            at[i], counts[slot - first] = counts[slot - first], counts[slot - first] + 1
-        cursor.begin(first, first + rows, max(counts), self._device)
-        ids = torch.zeros(rows, cursor.width, dtype=torch.long)
-        positions = torch.zeros_like(ids)
-        seen = torch.zeros(rows, cursor.width, cursor.extent, dtype=torch.bool)
-        seen[:, :, 0] = True  # of padding, whose softmax needs an entry
-        for i, (slot, column) in enumerate(zip(nodes.slot, at, strict=True)):
-            ids[slot - first, column], positions[slot - first, column] = nodes.token[i], nodes.position[i]
-            line = seen[slot - first, column]
-            line[0] = False
+            lines[slot - first].append(i)
+        width, extent = max(map(len, lines)), max(max(nodes.place) + 1, *nodes.base)
+        seen = torch.zeros(len(nodes), extent, dtype=torch.bool)
+        for i, line in enumerate(seen):
             line[: nodes.base[i]] = True
             line[nodes.extra[nodes.extra_from[i] : nodes.extra_from[i + 1]]] = True
+        at = torch.tensor([line + line[-1:] * (width - len(line)) for line in lines])
+        ids, positions, places = (
+            torch.tensor(of_nodes)[at].to(self._device) for of_nodes in (nodes.token, nodes.position, nodes.place)
+        )
+        self.cache.cursor.placed(places, extent, first)
         logits = self.model(
-            ids.to(self._device), attention_mask=attention_mask(self.model, seen[:, None].to(self._device)),
-            position_ids=positions.to(self._device), past_key_values=self.cache, use_cache=True,
+            ids, attention_mask=attention_mask(self.model, seen[at][:, None].to(self._device)), position_ids=positions,
+            past_key_values=self.cache, use_cache=True,
         ).logits  # fmt: skip
-        chosen = torch.tensor([(nodes.slot[i] - first) * cursor.width + at[i] for i in gather], device=self._device)
-        return logits.flatten(0, 1)[chosen].float()
+        column = {node: row * width + i for row, line in enumerate(lines) for i, node in enumerate(line)}
+        return logits.flatten(0, 1)[torch.tensor([column[node] for node in gather], device=self._device)].float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,8 +61,10 @@ class CanvasTarget(ABC):
         causal_cache: of the current call, see `Policy`.
         runtime: how passes are computed, as reports show it.
         batch_invariant: whether the logits of a canvas have the same bits whatever else is in the pass.
+        together: whether a pass may score several canvases of a row.
     """
 
+    together: ClassVar[bool] = True
     reads_sources = False
     hard_limit = None
     causal_cache = False

@@ -64,6 +64,8 @@ def check_names(
             registry.check("canvas.speculators", draft)
         if rule is not None:
             registry.check("canvas.policies", rule)
+        for view in filter(None, views):
+            registry.check("canvas.views", registry.canvas_view(view))
         return
     for draft in drafts:
         registry.check("drafters", draft)

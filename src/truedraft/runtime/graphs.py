@@ -220,7 +220,7 @@ class GraphPass(Runner):
         inputs = nodes.to(self.stock.device)
 
         def run() -> Outputs:
-            self.stock.cache.cursor.replayed(inputs.places, extent)
+            self.stock.cache.cursor.placed(inputs.places, extent)
             logits, states = self.stock.forward_nodes(inputs, extent, taps, embeds)
             return (logits, *(states[layer] for layer in taps.hidden))
 

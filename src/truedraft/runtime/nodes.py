@@ -96,14 +96,20 @@ class Nodes:
 
     def add_whole(self, slot: int, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """A text in which every token attends to every other."""
+        self.add_part(slot, tokens, range(len(tokens)), len(tokens))
+        self.position[-len(tokens) :] = positions
+
+    def add_part(self, slot: int, tokens: Sequence[int], places: Sequence[int], length: int) -> None:
+        """Some positions of a text of a length, each attending to all of it: to what this pass writes at these places,
+        and to what stands at the others."""
         first, n = len(self), len(tokens)
         self.token += tokens
         self.slot += [slot] * n
-        self.position += positions
-        self.place += range(n)
-        self.base += [n] * n
+        self.position += places
+        self.place += places
+        self.base += [length] * n
         self.extra_from += [len(self.extra)] * n
-        self._grouped(first, n, n)
+        self._grouped(first, n, length)
 
     def _grouped(self, first: int, n: int, sees: int) -> None:
         self.group_from += [min(at + TOGETHER, first + n) for at in range(first, first + n, TOGETHER)]

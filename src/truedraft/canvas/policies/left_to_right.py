@@ -8,6 +8,7 @@ Cheng et al., "SDAR: A Synergistic Diffusion-AutoRegression Paradigm", arXiv 251
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from truedraft.canvas._base import CanvasRow, Fixed, Predictions
 from truedraft.canvas.policies._base import Reference
@@ -21,6 +22,7 @@ class LeftToRight(Reference):
         idea="Fix the first masked position of the block.",
         family="reference",
     )
+    ordered: ClassVar[bool] = True
     tokens: int = knob(1, 1, 1024)  # fixed per pass: positions to fill over steps, as models define it
 
     def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
