@@ -264,7 +264,7 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
     assert "freedave" in page.read_text()
 
     def wrong(self: Freedave, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
-        row.canvas.tokens[row.prompt - 1] = 7
+        row.canvas.tokens[row.prompt + max(row.emitted, 1) - 1] = 7
         return []
 
     monkeypatch.setattr(Freedave, "propose", wrong)
