@@ -84,24 +84,26 @@ class Node:
 class Known:
     """What the proposals for a row are made from.
 
-    text: its tokens before the first mask, in which others are looked up; cursor: their end in it.
+    text: its tokens before the first mask, in which others are looked up; length: how many; cursor: their end.
     nodes: of the latest proposal, by what their canvases fix.
     """
 
     text: Automaton = field(default_factory=automaton)
     cursor: Cursor = field(default_factory=Cursor)
+    length: int = 0
     nodes: dict[Fixed, Node] = field(default_factory=dict)
 
     def read(self, tokens: Sequence[int], first: int) -> None:
         """Read the tokens before position `first`."""
-        if (read := len(self.text)) < first:
-            self.text.read(self.cursor, tokens[read:first])
+        if self.length < first:
+            self.text.read(self.cursor, tokens[self.length : first])
+            self.length = first
 
     def copies(self, tokens: Sequence[int], masked: Sequence[int]) -> dict[int, tuple[int, int, int]]:
         """By masked position: the token that followed an earlier occurrence of the known ones before it, the number of
         tokens that match, and the distance from them."""
         found: dict[int, tuple[int, int, int]] = {}
-        hidden, first = set(masked), len(self.text)
+        hidden, first = set(masked), self.length
         for position in masked:
             if position - 1 in hidden:
                 continue
@@ -109,7 +111,8 @@ class Known:
             while start > first and start - 1 not in hidden:
                 start -= 1
             cursor = self.cursor.copy() if start == first else Cursor()
-            self.text.follow(cursor, tokens[start:position])
+            if start < position:
+                self.text.follow(cursor, tokens[start:position])
             length = next(n for n in count(1) if position + n not in hidden)
             for i, token in enumerate(self.text.copy(cursor, 1, length)):
                 found[position + i] = token, cursor.length, i
