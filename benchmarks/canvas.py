@@ -6,8 +6,8 @@
 Every method decodes the same prompts in turn, in rounds; the reference is the same model with one canvas per pass.
 Exact text is compared with it. Agreement of a lossy text is the share of its tokens that are the reference's at the
 same place; its loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of
-the reference's text. With `--views` the model attends to the whole canvas, and passes are made under each view; the
-positions that passes compute are given per token.
+the reference's text. `nano` is also the guide of policies that need one. With `--views` the model attends to the whole
+canvas, and passes are made under each view; the positions that passes compute are given per token.
 """
 
 from __future__ import annotations

@@ -583,7 +583,18 @@ def stale_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTarget, "commit", stale)
 
 
-@pytest.mark.parametrize("fault", [leaking_mask, other_order, stale_block])
+def wrong_remasking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy itself, and so the oracle, fixes the second of the most confident positions after a few steps."""
+    kind = registry.method("canvas.policies", "low-confidence")
+
+    def second(self: Any, predictions: Any, row: Any) -> Any:
+        late = row.step > 2 and len(predictions) > 1
+        return predictions.fix(predictions.order[1:2] if late else predictions.order[:1])
+
+    monkeypatch.setattr(kind, "choose", second)
+
+
+@pytest.mark.parametrize("fault", [leaking_mask, other_order, stale_block, wrong_remasking])
 def test_an_audit_finds_a_planted_fault(model: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not audited(model, LAYOUTS[1], partial(fault, monkeypatch)).exact
 

@@ -227,6 +227,22 @@ def learn2pd(found: Filter) -> Rule:
     return rule
 
 
+def learn2pd_ends(found: Filter) -> Rule:
+    """The rest is filled with end tokens from the first end that is fixed, or the surest one that is predicted."""
+    alone = learn2pd(found)
+
+    def rule(table: Table, state: State) -> dict[int, int]:
+        fixed = alone({i: table[i] for i in state.masked(state.at, state.at)}, state)
+        ends = sorted(i for i, token in fixed.items() if token == 0)
+        predicted = [i for i in table if choice(table[i]) == 0]
+        if not predicted:
+            return fixed
+        at = ends[0] if ends else max(predicted, key=lambda i: sure(table)[i])
+        return {i: 0 for block in state.blocks for i in block if i >= at and i not in state.known} | fixed
+
+    return rule
+
+
 def filter_of() -> Filter:
     torch.manual_seed(0)
     found = Filter(8, 5)
@@ -254,6 +270,18 @@ CASES: dict[str, tuple[str, Mapping[str, Any], Layout, Rule]] = {
     "d2f-active": ("d2f", {"active": 0.5}, BLOCKS, d2f(0.5)),
     "ete": ("ete", {}, WHOLE, ete),
     "learn2pd": ("learn2pd", {"model": filter_of(), "threshold": 0.5}, BLOCKS, learn2pd(filter_of())),
+    "learn2pd-ends": (
+        "learn2pd",
+        {"model": filter_of(), "threshold": 0.5, "ends": True},
+        WHOLE,
+        learn2pd_ends(filter_of()),
+    ),
+    "learn2pd-ends-blocks": (
+        "learn2pd",
+        {"model": filter_of(), "threshold": 0.5, "ends": True},
+        BLOCKS,
+        learn2pd_ends(filter_of()),
+    ),
 }
 
 

@@ -4,7 +4,8 @@ The oracle is `canvas/reference.py` over the model's own forward, without caches
 prompts, alone and in batches, greedily and under seeds. At the first step that differs, the canvas before it is scored
 again in higher precision: where the confidences or scores that decide are closer than the noise of the model's own
 logits the divergence is a tie, else a bug. In one of several passes the logits of all canvases are compared too, with
-those of plain forwards over their texts; what is not the model's is a bug, even where the text is the same.
+those of plain forwards over their texts; what is not the model's is a bug, even where the text is the same. The order
+in which the oracle fixes positions is the policy's, which the engine has too: it is compared with a statement of its own.
 """
 
 from __future__ import annotations
@@ -19,15 +20,43 @@ from torch import Tensor
 
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import FAR, Audit, Divergence, Mode, finished
-from truedraft.canvas._base import Canvas, CanvasRow, Fixed
+from truedraft.canvas._base import Canvas, CanvasRow, Fixed, Policy, Predictions
 from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.canvas.engine import CanvasEngine
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.reference import step_by_step
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
 from truedraft.canvas.targets import Variant, plain_logits
+from truedraft.card import method_name
 
 EVERY = 5  # of so many passes one is compared in its logits
+ORDERS: dict[str, Callable[[Predictions, Sequence[float]], list[int]]] = {  # policy -> indices in the order of fixing
+    "low-confidence": lambda found, sure: sorted(range(len(sure)), key=lambda i: (-sure[i], found.positions[i])),
+    "left-to-right": lambda found, sure: sorted(range(len(sure)), key=lambda i: found.positions[i]),
+}
+
+
+class Watched(Policy):
+    """A reference whose order of fixing is compared with a statement of it.
+
+    wrong: the first step that differs, what it should have fixed, and what it did.
+    """
+
+    guarantee = "tokens"
+
+    def __init__(self, policy: Any):
+        self.policy, self.order = policy, ORDERS.get(method_name(policy))
+        self.wrong: tuple[int, Fixed, Fixed] | None = None
+
+    def choose(self, predictions: Predictions, row: CanvasRow) -> Fixed:
+        fixed = self.policy.choose(predictions, row)
+        if self.order is not None and self.wrong is None:
+            sure = [float(scores[token]) for scores, token in zip(predictions.scores, predictions.tokens, strict=True)]
+            first = self.order(predictions, sure)[: self.policy.tokens]
+            stated = frozenset((predictions.positions[i], predictions.tokens[i]) for i in first)
+            if fixed != stated:
+                self.wrong = row.step, stated, fixed
+        return fixed
 
 
 class Oracle:
@@ -53,19 +82,12 @@ class Oracle:
         """The same in higher precision, fp64."""
         return plain_logits(self.precise.model, [text], layout, self.unmasked)[0].double().cpu()
 
-    def row(self, side: AcceleratedCanvas, prompt: Sequence[int], index: int, settings: Settings) -> CanvasRow:
+    def row(self, policy: Policy, prompt: Sequence[int], index: int, settings: Settings) -> CanvasRow:
         """A prompt decoded step by step."""
         return step_by_step(
-            self.plain,
-            settings.layout,
-            prompt,
-            settings.new,
-            side.policy,
-            settings.chooser,
-            settings.ends,
-            index,
+            self.plain, settings.layout, prompt, settings.new, policy, settings.chooser, settings.ends, index,
             settings.stops,
-        )
+        )  # fmt: skip
 
 
 def audit_canvases(
@@ -96,7 +118,14 @@ def audit_canvases(
                     inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
                     settings = settings_of(model, first.layout, inputs.input_ids.shape[1], given)
                     lines = prompts_of(inputs.input_ids, inputs.attention_mask, first.layout, first.target.vocabulary)
-                    expected = [oracle.row(first, line, i, settings) for i, line in enumerate(lines)]
+                    watched = Watched(first.policy)
+                    expected = [oracle.row(watched, line, i, settings) for i, line in enumerate(lines)]
+                    if watched.wrong is not None:
+                        step, (_, stated), (_, did) = watched.wrong[0], min(watched.wrong[1]), min(watched.wrong[2])
+                        found.found.append(Divergence(
+                            "order of fixing", str(mode), len(texts), start, step, stated, did, None, oracle.noise, 0.0,
+                            "bug",
+                        ))  # fmt: skip
                     for drafter, side in sides.items():
                         progress(f"{where}: {drafter}")
                         for row, facts in _compared(side, oracle, inputs, given, settings, expected, found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEVICES = ("auto", "cpu", "cuda")
+LEARNING_RATE = 3e-3
+FINE_TUNING = {"dparallel": 3e-4}  # learning rates of policies for which a whole model is trained
 
 
 def train(
@@ -46,7 +49,7 @@ def train(
         float, Option(help="Minutes of training, after the responses are generated; those before --resume count.")
     ] = 30.0,
     every: Annotated[float, Option(help="Minutes between validations; each saves the run.")] = 5.0,
-    lr: Annotated[float, Option(help="Peak learning rate.")] = 3e-3,
+    lr: Annotated[float | None, Option(help="Peak learning rate; 3e-3, and 3e-4 of a whole model's weights.")] = None,
     batch: Annotated[
         int, Option(help="Tokens per step, with padding; of an encoder-decoder those of the longer side.")
     ] = 2048,
@@ -58,33 +61,24 @@ def train(
         bool, Option("--resume", help="Continue the run in the folder from its last validation.")
     ] = False,
 ) -> None:
-    """Train a drafter for a model on the model's responses; use it as `--draft NAME:FOLDER`.
+    """Train a drafter for a model on the model's responses; use it as `--draft NAME:FOLDER`. Or, for a diffusion model,
+    what a policy learns from the model's own decoding: learn2pd or dparallel.
 
     \f
     Raises Refused, before any work: a file, folder, model or drafter cannot be used.
     """
+    rates = {"--minutes": minutes, "--every": every, "--lr": LEARNING_RATE if lr is None else lr}
+    _check_numbers({**rates, "--batch": batch, "--max-new-tokens": max_new_tokens}, temperature, max_length)
     if labels not in ("target", "given"):
         raise Refused(f"--labels {labels}: choose target or given")
     if device not in DEVICES:
         raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
-    positive = {
-        "--minutes": minutes,
-        "--every": every,
-        "--lr": lr,
-        "--batch": batch,
-        "--max-new-tokens": max_new_tokens,
-    }
-    for option, value in positive.items():
-        if not 0 < value < inf:
-            raise Refused(f"{option} {value}: give a number above 0")
-    if temperature != 0 and not COLDEST <= temperature < inf:
-        raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
-    if max_length != 0 and max_length < 2:
-        raise Refused(f"--max-length {max_length}: give 0 for the model's context, or at least 2")
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
-    registry.check("drafters", registry.parsed(drafter)[0])
+    policy = _policy(drafter)
+    if policy is None:
+        registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
     numbers, sources, answers = lines_of(data)
     use_threads(threads)
@@ -98,6 +92,17 @@ def train(
 
     _check_device(device)
     torch.manual_seed(seed)
+    plan = Plan(minutes=minutes, lr=lr or LEARNING_RATE, every=every, bf16=bf16, seed=seed)
+    if policy is not None:
+        from truedraft.train.canvases import train_policy
+
+        plan.lr = lr or FINE_TUNING.get(policy, LEARNING_RATE)
+        model, tokenizer = load(target, argument="--target", canvases=True)
+        print(train_policy(
+            _training(policy, drafter), _placed(model, device), tokenizer, sources, out, plan, new=max_new_tokens,
+            resume=resume,
+        ))  # fmt: skip
+        return
     learner = _learner(drafter)
     model, tokenizer = load(target, argument="--target")
     check_monolingual(tokenizer, "truedraft train")
@@ -105,11 +110,40 @@ def train(
         line = numbers[answers.index(None)]
         raise Refused(f"--data {data}: line {line} has no tab followed by an answer, which --labels given needs")
     train_drafter(
-        learner, _placed(model, device), tokenizer, sources, out,
-        Plan(minutes=minutes, lr=lr, every=every, bf16=bf16, seed=seed), answers=answers if labels == "given" else None,
+        learner, _placed(model, device), tokenizer, sources, out, plan,
+        answers=answers if labels == "given" else None,
         how=Responding(max_new_tokens, max_length, temperature, chat, seed), batch=batch, resume=resume,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
+
+
+def _check_numbers(positive: Mapping[str, float], temperature: float, max_length: int) -> None:
+    for option, value in positive.items():
+        if not 0 < value < inf:
+            raise Refused(f"{option} {value}: give a number above 0")
+    if temperature != 0 and not COLDEST <= temperature < inf:
+        raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
+    if max_length != 0 and max_length < 2:
+        raise Refused(f"--max-length {max_length}: give 0 for the model's context, or at least 2")
+
+
+def _policy(spec: str) -> str | None:
+    """The policy of diffusion models that is named, also as lossy/NAME; None where it is none."""
+    name = registry.parsed(spec)[0].removeprefix("lossy/")
+    return name if name in registry.names("canvas.policies.lossy") else None
+
+
+def _training(policy: str, spec: str) -> Any:
+    """The training of a policy, from its knobs.
+
+    Raises:
+        Refused: it learns nothing, or has no such knob.
+    """
+    from truedraft.train.canvases import TRAININGS
+
+    if policy not in TRAININGS:
+        raise Refused(f"{policy} has nothing to learn: train one of {', '.join(TRAININGS)}")
+    return registry.built(TRAININGS[policy], f"the training of {policy}", spec, registry.parsed(spec)[1])
 
 
 def _draft(name: str, folder: Path) -> str:

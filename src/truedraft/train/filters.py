@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from truedraft import registry
 from truedraft.accelerated import accelerate
 from truedraft.canvas._base import CanvasRow, Fixed, Policy, Predictions
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.policies.lossy._filter import Filter, confidences
+from truedraft.card import knob
+from truedraft.train.checkpoints import write_state
 from truedraft.train.loop import Plan, Run, announce, fit
 
+FILE = "filter"  # file name in the folder of a run
 HELD_OUT = 10  # one step in this many is held out for validation
 LOG = "filter.jsonl"  # file name beside that of the filter
 
@@ -84,9 +89,32 @@ def _step(predictions: Predictions, text: Sequence[int], block: int) -> tuple[Te
     return confidences(predictions, block), final, masked
 
 
+@dataclass
+class FilterTraining:
+    """The training of `lossy/learn2pd`."""
+
+    hidden: int = knob(64, 1, 4096)  # units of the perceptron (64)
+    batch: int = knob(256, 1, 1 << 16)  # steps of decoding in a batch (256)
+
+    def train(
+        self, model: Any, tokenizer: Any, layout: Layout, prompts: Sequence[Sequence[int]], new: int, out: Path,
+        plan: Plan, state: dict[str, Any] | None, report: Callable[[str], None],
+    ) -> str:  # fmt: skip
+        """Train a filter on traces of the model's decoding, which a run that is continued makes again; see
+        `canvases.Training`.
+
+        Raises:
+            Refused: the loss is not a number.
+        """
+        report(f"the steps of {len(prompts)} texts")
+        traces = traces_of(model, layout, prompts, new, registry.load("canvas.policies", "low-confidence"))
+        train_filter(traces, out / FILE, plan, hidden=self.hidden, batch=self.batch, state=state, report=report)
+        return f"{out / FILE}: use it as --rule lossy/learn2pd:model={out / FILE}"
+
+
 def train_filter(
     traces: Traces, out: Path, plan: Plan, *, hidden: int = 64, batch: int = 256,
-    report: Callable[[str], None] = announce,
+    state: dict[str, Any] | None = None, report: Callable[[str], None] = announce,
 ) -> Filter:  # fmt: skip
     """Train a filter for `lossy/learn2pd` on the CPU, and write it with its log beside it.
 
@@ -94,6 +122,7 @@ def train_filter(
         traces: of the model that it is for; of `traces_of`.
         out: its file; the best by the loss on steps that are held out.
         batch: steps per step of the training.
+        state: of the run that is continued.
 
     Raises:
         Refused: the loss is not a number.
@@ -103,16 +132,15 @@ def train_filter(
     module = Filter(traces.masked.shape[1], hidden)
     held = traces.at(range(0, len(traces), HELD_OUT))
     learnt = traces.at([i for i in range(len(traces)) if i % HELD_OUT] or [0])
-    least = float("inf")
 
     def save(run: Run) -> None:
-        nonlocal least
-        if run.rows[-1]["held_out"] <= least:
-            least = run.rows[-1]["held_out"]
+        if run.rows[-1]["held_out"] <= min(row["held_out"] for row in run.rows):
             module.save(out)
+        write_state(out.parent, run.state())
 
     fit(
-        module, lambda steps: learnt.at(steps).loss(module), _drawn(len(learnt), batch, plan.seed), plan,
+        module, lambda steps: learnt.at(steps).loss(module),
+        islice(_drawn(len(learnt), batch, plan.seed), state["steps"] if state else 0, None), plan, state=state,
         validate=lambda: {"held_out": round(held.loss(module).item(), 6)}, save=save, log=out.parent / LOG,
         report=report,
     )  # fmt: skip

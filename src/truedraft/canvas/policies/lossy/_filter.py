@@ -12,7 +12,7 @@ from truedraft.errors import Refused, why
 from truedraft.stores import _file as file
 
 KIND, VERSION = "learn2pd filter", 1
-MAKER = "truedraft.train.filters.train_filter"
+MAKER = "truedraft train learn2pd"
 
 
 class Filter(nn.Module):

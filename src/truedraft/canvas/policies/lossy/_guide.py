@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 from os import PathLike
 from typing import Any
 
@@ -18,14 +16,8 @@ from truedraft.canvas.policies.lossy._base import LossyPolicy
 from truedraft.card import method_name, shown
 from truedraft.errors import Refused
 from truedraft.loading import load
-
-
-@dataclass
-class Read:
-    """What a guide has read of a row: tokens, with their keys and values."""
-
-    tokens: list[int] = field(default_factory=list)
-    cache: DynamicCache = field(default_factory=DynamicCache)
+from truedraft.targets.hostable import keeps_states
+from truedraft.targets.kinds import reads_sources
 
 
 class Guided(LossyPolicy):
@@ -41,6 +33,8 @@ class Guided(LossyPolicy):
 
     def bind(self, vocabulary: int, layout: Layout, tokenizer: Any) -> None:
         guide, words = self._loaded()
+        if reads_sources(guide.config) or keeps_states(guide.config):
+            raise Refused(f"{self._name}:model={shown(self.model)}: give a decoder without recurrent states")
         differ = set(range(vocabulary)) ^ set(range(guide.config.get_text_config(decoder=True).vocab_size))
         if words is not None and tokenizer is not None:
             pairs = words.get_vocab().items() ^ tokenizer.get_vocab().items()
@@ -69,16 +63,17 @@ class Guided(LossyPolicy):
     @torch.no_grad()
     def scores(self, row: CanvasRow, text: Sequence[int], first: int, size: int) -> Tensor:
         """(len(text) - first, size) log-probabilities under the guide of what stands at each position from `first` on,
-        given the text before it; -inf for tokens that it does not have."""
-        read: Read = row.memory.setdefault(id(self.guide), Read())
+        given the text before it; -inf for tokens that it does not have.
+
+        first: the first unknown position; what became known before it since the last call stood in the text of that.
+        """
+        read: DynamicCache = row.memory.setdefault(id(self.guide), DynamicCache())
         own = self.guide.config.get_text_config(decoder=True).vocab_size
         tokens = [token if token < own else 0 for token in text[:-1]]
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(read.tokens, tokens, strict=False))
-        same = min(len(list(pairs)), first - 1)
-        if same < len(read.tokens):
-            read.cache.crop(same - len(read.tokens))
+        length = read.get_seq_length()
+        same = min(length, first - 1)
+        read.crop(same - length)
         ids = torch.tensor([tokens[same:]], device=self.guide.device)
-        logits = self.guide(ids, past_key_values=read.cache, use_cache=True).logits[0, first - 1 - same :]
-        read.tokens = tokens
+        logits = self.guide(ids, past_key_values=read, use_cache=True).logits[0, first - 1 - same :]
         found = torch.log_softmax(logits[:, :size].float(), -1)
         return torch.nn.functional.pad(found, (0, size - found.shape[-1]), value=-torch.inf)
