@@ -263,8 +263,8 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
     assert alone["runtime"] == "transformers forward" and none["against_no_drafts"] == none["bound"] == 1
     assert "freedave" in page.read_text()
 
-    def wrong(self: Freedave, row: CanvasRow, policy: Policy) -> list[Draft]:
-        row.canvas.tokens[row.prompt - 1] = 7
+    def wrong(self: Freedave, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
+        row.canvas.tokens[row.prompt + max(row.emitted, 1) - 1] = 7
         return []
 
     monkeypatch.setattr(Freedave, "propose", wrong)
@@ -272,7 +272,7 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
     assert "instead of" in json.loads(capsys.readouterr().out)["figures"][2]["differs"]
 
 
-@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--lossy", "lossy/window-kv"]])
+@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--lossy", "lossy/dual-cache"]])
 def test_what_has_no_meaning_for_a_diffusion_model(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nano-diffusion", *flag]) == 2
     assert f"{flag[0]} has no meaning for a diffusion model" in capsys.readouterr().err

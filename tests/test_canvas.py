@@ -392,6 +392,14 @@ def test_lossy_policies_fill_every_canvas_and_are_labelled(model: Any, policy: s
         ({"max_time": 1.0}, "max_time=1.0 is not supported for diffusion models: a canvas that is cut off"),
         ({"num_beams": 2}, "beams grow from left to right"),
         ({"repetition_penalty": 1.3}, "repetition_penalty=1.3 is not supported for diffusion models"),
+        ({"stopping_criteria": 5}, "stopping_criteria=5: give a list"),
+        ({"stop_strings": [""]}, "stop_strings=['']: give a text"),
+        ({"logits_processor": 5}, "logits_processor=5: give a list"),
+        ({"eos_token_id": "x"}, "eos_token_id='x': give token ids"),
+        ({"suppress_tokens": [99]}, "suppress_tokens=[99]: give token ids"),
+        ({"num_return_sequences": 0}, "num_return_sequences=0: give a whole number"),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask=[[1, 1, 1]]: give a tensor"),
+        ({"return_dict_in_generate": True}, "tokens alone are returned"),
         ({"no_repeat_ngram_size": 1}, "no_repeat_ngram_size=1"),
         ({"logits_processor": [NoRepeatNGramLogitsProcessor(2)]}, "NoRepeatNGramLogitsProcessor"),
         ({"seed": -1, "do_sample": True}, "seed=-1: give an integer"),
@@ -400,7 +408,8 @@ def test_lossy_policies_fill_every_canvas_and_are_labelled(model: Any, policy: s
     ],
 )
 def test_settings_that_cannot_be_honoured(model: Any, arguments: dict[str, Any], message: str) -> None:
-    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 4))
+    tokenizer: Any = object() if "stop_strings" in arguments and "" in arguments["stop_strings"] else None
+    fast: Any = truedraft.accelerate(model, tokenizer, layout=Layout(MASK, "blocks", 4))
     with pytest.raises(Refused) as refused:
         fast.generate(torch.tensor([[7, 8, 9]]), **arguments)
     assert message in str(refused.value)
@@ -412,6 +421,7 @@ def test_settings_that_cannot_be_honoured(model: Any, arguments: dict[str, Any],
         ([[7, MASK]], "contains the mask token"),
         ([[7, 99]], "outside the model's vocabulary"),
         ([[]], "at least one token"),
+        ([[-1]], "outside the model's vocabulary"),
     ],
 )
 def test_prompts_that_cannot_be_read(model: Any, inputs: list[list[int]], message: str) -> None:
@@ -436,6 +446,24 @@ def test_prompts_that_cannot_be_read(model: Any, inputs: list[list[int]], messag
 def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message):
         truedraft.accelerate(model, **{"layout": Layout(MASK, "blocks", 4), **arguments})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_prompts_of_another_dtype(model: Any, dtype: torch.dtype) -> None:
+    fast: Any = truedraft.accelerate(model, layout=Layout(MASK, "blocks", 4))
+    with pytest.raises(Refused, match="token ids of at least one token"):
+        fast.generate(torch.ones(1, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [({"attention": "blocks"}, "has no mask token: set config"), ({"mask": 98, "blok": 3}, "has 'blok': a layout")],
+)
+def test_configurations_that_declare_no_layout(declared: dict[str, Any], message: str) -> None:
+    other = model_of()
+    other.config.canvas_config = declared
+    with pytest.raises(Refused, match=message):
+        truedraft.accelerate(other)
 
 
 def test_a_diffusion_model_without_masks_is_refused(model: Any) -> None:

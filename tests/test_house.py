@@ -113,8 +113,10 @@ ALLOWED = {
     "errors": set(),
     "files": {"errors"},
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
-    # runtime: the target's hidden states; bench: its plots; canvas: filters of policies
-    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench", "canvas"},
+    # runtime: the target's hidden states; bench: its plots; canvas: filters of policies; card: knobs of trainings;
+    # registry: a reference by name
+    "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench", "canvas"}
+    | {"card", "registry"},
     # runtime: the hidden states of given texts
     "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},

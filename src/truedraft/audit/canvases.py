@@ -5,7 +5,7 @@ prompts, alone and in batches, greedily and under seeds. At the first step that 
 again in higher precision: where the confidences or scores that decide are closer than the noise of the model's own
 logits the divergence is a tie, else a bug. In one of several passes the logits of all canvases are compared too, with
 those of plain forwards over their texts; what is not the model's is a bug, even where the text is the same. The order
-in which the oracle fixes positions is the policy's, which the engine has too: it is compared with a statement of its own.
+of fixing is the policy's in oracle and engine: it is compared with a statement of its own.
 """
 
 from __future__ import annotations

@@ -108,6 +108,9 @@ def with_stop_strings(
         return kwargs
     if tokenizer is None:
         raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
+    listed = [strings] if isinstance(strings, str) else strings
+    if not isinstance(listed, list | tuple) or not all(isinstance(s, str) and s for s in listed):
+        raise Refused(f"stop_strings={strings!r}: give a text, or a list of texts, none of them empty")
     try:
         criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
     except ValueError as error:

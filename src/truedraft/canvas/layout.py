@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from truedraft.errors import Refused
@@ -89,4 +89,7 @@ def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
                 f"{config.model_type} has no mask token: set config.mask_token_id, or give its tokenizer, with one"
             )
         settings["mask"] = mask
+    known = {each.name for each in fields(Layout)}
+    if unknown := sorted({*settings} - known):
+        raise Refused(f"{FIELD} of the configuration has {unknown[0]!r}: a layout has {', '.join(sorted(known))}")
     return Layout(**settings)

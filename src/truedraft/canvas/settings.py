@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -22,6 +22,7 @@ from truedraft.canvas.layout import Layout
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.policies._base import Reference
 from truedraft.canvas.predicting import Chooser
+from truedraft.card import shown
 from truedraft.errors import Refused
 
 NEW = 128  # new tokens where nothing limits them, as in LLaDA's own generate
@@ -46,6 +47,7 @@ ONES = {  # settings that change nothing where they are 1
 }  # fmt: skip
 WHY = {
     "max_time": "a canvas that is cut off has gaps",
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "tokens alone are returned"),
     **dict.fromkeys(("num_beams", "num_beam_groups"), "beams grow from left to right, and positions are not fixed so"),
 }  # setting -> why it is refused, where that is not PREFIX
 PREFIX = "positions are not fixed from left to right, so there is no prefix that it could read"
@@ -85,14 +87,22 @@ def settings_of(
     Raises:
         Refused: an unknown argument, or a value that cannot be honoured; the message gives the remedy.
     """
+    _listed(given.get("stopping_criteria"), "stopping_criteria")
     kwargs = with_stop_strings(given, model, tokenizer)
-    stops = _stops(kwargs.pop("stopping_criteria", None) or ())
+    stops = _stops(_listed(kwargs.pop("stopping_criteria", None), "stopping_criteria"))
     block, steps, seed = (kwargs.pop(name, None) for name in ("block_length", "steps", "seed"))
-    processors = kwargs.pop("logits_processor", None) or []
+    processors = _listed(kwargs.pop("logits_processor", None), "logits_processor")
     most = kwargs.get("max_new_tokens")
     if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
         raise Refused(f"max_new_tokens={most!r}: give a whole number of at least 1")
     config = _config(model, kwargs)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    _check_tokens("eos_token_id", config.eos_token_id, size)
+    _check_tokens("pad_token_id", config.pad_token_id, size)
+    _check_tokens("suppress_tokens", config.suppress_tokens, size)
+    count = 1 if config.num_return_sequences is None else config.num_return_sequences
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise Refused(f"num_return_sequences={shown(count)}: give a whole number of at least 1")
     layout = layout.of_length(block)
     new = config.max_new_tokens or (config.max_length - prompt if config.max_length else NEW)
     if new < 1:
@@ -103,7 +113,7 @@ def settings_of(
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     return Settings(
-        int(new), frozenset(ends), stops, pad, config.num_return_sequences or 1, layout,
+        int(new), frozenset(ends), stops, pad, count, layout,
         Chooser(_warpers(config, processors, sample, model.device), noise), _tokens(steps, layout, int(new)),
     )  # fmt: skip
 
@@ -116,13 +126,27 @@ def _config(model: Any, kwargs: dict[str, Any]) -> GenerationConfig:
         name = min(unknown)
         near = difflib.get_close_matches(name, [*READ, "block_length", "steps", "seed", "logits_processor"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise Refused(f"{name}={unknown[name]!r} is no setting of canvases{hint}")
+        raise Refused(f"{name}={shown(unknown[name])} is no setting of canvases{hint}")
     for name, value in config.to_diff_dict().items():
         if value and not (value == 1 and name in ONES) and name not in READ and not name.startswith("_"):
             raise Refused(
                 f"{name}={value!r} is not supported for diffusion models: {WHY.get(name, PREFIX)}; leave it out"
             )
     return config
+
+
+def _listed(given: Any, name: str) -> Sequence[Any]:
+    """Raises Refused where it is no list."""
+    if given is not None and not isinstance(given, list | tuple):
+        raise Refused(f"{name}={shown(given)}: give a list")
+    return given or []
+
+
+def _check_tokens(name: str, given: Any, size: int) -> None:
+    """Raises Refused for what is no token id of a vocabulary, or a list of these."""
+    for token in given if isinstance(given, list | tuple) else [] if given is None else [given]:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < size:
+            raise Refused(f"{name}={shown(given)}: give token ids of the model's vocabulary of {size}")
 
 
 def _stops(criteria: Iterable[Any]) -> tuple[StopStringCriteria, ...]:
@@ -200,10 +224,13 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout, vocabulary: int
     Raises:
         Refused: no token ids, an empty prompt, padding within a prompt, or a mask in it.
     """
-    if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point() or not inputs.numel():
+    whole = isinstance(inputs, Tensor) and inputs.dtype in (torch.int64, torch.int32)
+    if not whole or inputs.dim() != 2 or not inputs.numel():
         raise Refused("inputs: give (batch, length) token ids of at least one token, a tensor")
     rows = inputs.tolist()
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor):
+            raise Refused(f"attention_mask={shown(attention_mask)}: give a tensor")
         if attention_mask.shape != inputs.shape:
             raise Refused(f"attention_mask has shape {tuple(attention_mask.shape)}, the inputs {tuple(inputs.shape)}")
         lines = attention_mask.bool().tolist()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     Sides = Callable[[Sequence[Side]], list[Side]]  # those that are compared, given those of transformers
 
 DRAFTS = ["auto", "prompt-lookup-long"]
-CANVAS_DRAFTS = ["freedave", "ssd"]  # of diffusion models
+CANVAS_DRAFTS = ["lattice", "freedave", "ssd"]  # of diffusion models
 LIMIT = 8
 # options that the measurements other than the comparison do not use
 UNUSED = {

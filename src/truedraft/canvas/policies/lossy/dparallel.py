@@ -1,6 +1,11 @@
 """dParallel's decoding: every position whose prediction has a low entropy is fixed.
 
-The other half of the method trains a model to be certain of many positions at once, which is not done here.
+The other half of the method trains a model to be certain of many positions at once: `truedraft train dparallel`.
+
+Measured (`benchmarks/dparallel.py`) on an interim `nano-diffusion`, 24 beginnings of stories that no training had, 96
+new tokens each, at a threshold of 0.45: 1.01 steps per token before, and 0.64 after 182 steps of training on 320 texts
+of its own. The loss of the text under `nano` is 1.12 and 1.19 nats per token, that of step-by-step decoding 1.53; 20 %
+and 7 % of the tokens stand where step-by-step decoding of the untrained model has them.
 
 Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv 2509.26488 (2025).
 """
