@@ -4,7 +4,8 @@ The first pass computes everything; those that follow compute the block that is 
 Keys and values of a block are left as its last pass had them, in which the last position to be fixed was a mask.
 
 Hu et al., "FlashDLM: Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion",
-arXiv 2505.21467 (2025), its cache as its code has it. Its other half, guidance by an autoregressive model, is a policy.
+arXiv 2505.21467 (2025), its cache as its code has it. Its other half, guidance by a causal model, is the policy
+`guided`.
 """
 
 from __future__ import annotations

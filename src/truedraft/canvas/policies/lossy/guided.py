@@ -6,7 +6,7 @@ always is. No token is taken from the guide. The released code does otherwise: i
 from the first mask on, and the guide's own token behind it, which makes the text the guide's.
 
 Hu et al., "FlashDLM: Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion",
-arXiv 2505.21467 (2025). Its other half, approximate keys and values, is left out.
+arXiv 2505.21467 (2025). Its other half, approximate keys and values, is the view `freecache`.
 """
 
 from __future__ import annotations
