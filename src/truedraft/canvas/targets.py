@@ -130,7 +130,8 @@ class CanvasTarget(ABC):
 
     @abstractmethod
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
-        """One pass: by slot, the logits (n, V) at the masked positions of its variants, one after another."""
+        """One pass: by slot, the logits (n, V) at the masked positions of its variants, one after another; a slot
+        without variants takes no part."""
 
     def commit(self, slot: int, variant: int) -> int:
         """Make permanent what is complete in a variant of the last pass, which is right; returns the committed
@@ -165,7 +166,7 @@ class BlockTarget(CanvasTarget):
             for start in range(0, whole, span := max(READ // size, 1) * size):
                 nodes = Nodes()
                 end = min(start + span, whole)
-                self._add(nodes, slot, prompt[start:end], start, start, range(0))
+                self._add(nodes, slot, prompt[start:end], start, start, range(0), range(start, start + size))
                 nodes.group(end - start)
                 edge = self.runner(nodes, [end - start - 1])[0]
                 self.cache.lengths[slot] = end
@@ -173,9 +174,14 @@ class BlockTarget(CanvasTarget):
             committed.append(whole)
         return committed
 
-    def _add(self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: range) -> None:
+    def _add(
+        self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: range, block: range
+    ) -> None:
         """Nodes of complete blocks, from a position on: each attends to what is committed, to the places `before` of
-        this pass, and to those of these nodes up to the end of its block."""
+        this pass, and to those of these nodes up to the end of its block.
+
+        block: one of them, which may be of another length than the others.
+        """
         assert self.cache is not None
         base, size = self.cache.lengths[slot], self.layout.block
         n = len(tokens)
@@ -184,13 +190,16 @@ class BlockTarget(CanvasTarget):
         nodes.position += range(start, start + n)
         nodes.place += range(place, place + n)
         nodes.base += [base] * n
-        for i in range(0, n, size):
-            reads = [*before, *range(place, place + min(i + size, n))]
-            first = start + i + min(size, n - i) - len(reads)
-            for _ in range(min(size, n - i)):
+        i = 0
+        while i < n:
+            end = min(i + (len(block) if start + i == block.start else size), n)
+            reads = [*before, *range(place, place + end)]
+            first = start + end - len(reads)
+            for _ in range(i, end):
                 nodes.extra += reads
                 nodes.extra_position += range(first, first + len(reads))
                 nodes.extra_from.append(len(nodes.extra))
+            i = end
 
     def variant(self, row: CanvasRow, draft: Draft) -> Variant:
         canvas, block, masked = row.reached(draft.fixed)
@@ -201,13 +210,16 @@ class BlockTarget(CanvasTarget):
         assert self.cache is not None
         nodes, gather, counts = Nodes(), list[int](), list[int]()
         for slot, variants in enumerate(rows):
+            if not variants:
+                counts.append(0)
+                continue
             first, place = len(nodes), self.cache.lengths[slot]
             own = variants[0]
             for variant in variants:
                 at, shared = len(nodes), range(place, place)
                 if variant is not own:
                     shared = range(self.cache.lengths[slot], self.cache.lengths[slot] + variant.start - own.start)
-                self._add(nodes, slot, variant.tokens, variant.start, place, shared)
+                self._add(nodes, slot, variant.tokens, variant.start, place, shared, variant.block)
                 place += len(variant.tokens)
                 for position in variant.masked:
                     node = position - self.layout.shifted
