@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters.diffusion._drafter import SEQ2SEQ, MaskDrafter
+from truedraft.drafters.models._mask_drafter import SEQ2SEQ, MaskDrafter
 
 
 @dataclass

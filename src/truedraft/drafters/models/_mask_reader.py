@@ -129,9 +129,9 @@ class MaskReader:
     def _admit(self, rows: Sequence[Row]) -> None:
         for slot in reversed([slot for slot, row in enumerate(self._rows) if row not in self._running]):
             self.target.release(slot)
-            for kept in (self._rows, self._committed):
-                kept[slot] = kept[-1]  # type: ignore[index]
-                kept.pop()
+            self._rows[slot], self._committed[slot] = self._rows[-1], self._committed[-1]
+            self._rows.pop()
+            self._committed.pop()
         if new := [row for row in rows if row not in self._rows]:
             self._committed += self.target.admit([row.tokens[:-1] for row in new])
             self._rows += new

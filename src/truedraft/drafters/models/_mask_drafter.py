@@ -11,7 +11,7 @@ from truedraft.card import method_name
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._positions import PositionsDrafter
-from truedraft.drafters.diffusion._reader import MaskReader
+from truedraft.drafters.models._mask_reader import MaskReader
 from truedraft.drafters.models._reader import loaded
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -40,7 +40,7 @@ class MaskDrafter(PositionsDrafter):
         self._calibration = Calibration()
 
     @property
-    def own_tokens(self) -> frozenset[int]:
+    def own_tokens(self) -> frozenset[int]:  # type: ignore[override]
         return frozenset() if self.model is None else frozenset([self.reader.layout.mask])
 
     @property
