@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -195,6 +196,8 @@ def drafter(
     if "draft model" in needs:
         small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
         other = {"model": [small] * count if count > 1 else small, **other}
+    if "diffusion model" in needs:
+        other = {"model": diffusion_of(model), **other}
     if "mixers" in needs and not choices(model):
         pytest.skip(f"{base}: the layers of {type(model).__name__} have one mixer each")
     if "training" in needs:
@@ -220,6 +223,20 @@ def needs_of(name: str) -> tuple[str, ...]:
 def model_for(name: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """A tiny Llama, or a model that has what a drafter needs; arguments as of `tiny` behind the architecture."""
     return SUITED.get(name, partial(tiny, "llama"))(*args, **kwargs)
+
+
+@cache
+def diffusion_of(model: PreTrainedModel, attention: str = "blocks") -> PreTrainedModel:
+    """A tiny masked-diffusion model with a target's vocabulary and a mask; a sibling of the target where that is a
+    Llama, so that its drafts are right now and then."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    like = sibling(model) if model.config.model_type == "llama" else tiny("llama", torch.float32, vocabulary=size)
+    made = copy.deepcopy(like).float()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made.resize_token_embeddings(size + 1, mean_resizing=False)
+    made.config.canvas_config = {"mask": size, "attention": attention, "block": 4, "shifted": True}
+    return made
 
 
 def mtp_head(model: PreTrainedModel, depths: int = 3) -> MtpHead:

@@ -269,12 +269,12 @@ def test_chains_end_where_nothing_is_allowed_or_the_text_ends(tmp_path: Path) ->
     drafter: Any = fast.drafter
     request = SimpleNamespace(rule=SimpleNamespace(preferred_drafts="likeliest"), chance=None)
     row.request = request  # type: ignore[assignment]
-    ended = drafter._drafted(row, chosen[[4, 11, 5, 6]], 9)
+    ended = drafter.drafted(row, chosen[[4, 11, 5, 6]], 9)
     assert ended.tokens == (1, 4, 11)
     nothing = torch.stack([chosen[4], chosen[5] * 0, chosen[6]])
-    assert drafter._drafted(row, nothing, 9).tokens == (1, 4)
-    assert drafter._drafted(row, nothing[1:], 9).tokens == (1,)
-    assert drafter._drafted(row, chosen[[4, 5, 6]], 2).tokens == (1, 4, 5)
+    assert drafter.drafted(row, nothing, 9).tokens == (1, 4)
+    assert drafter.drafted(row, nothing[1:], 9).tokens == (1,)
+    assert drafter.drafted(row, chosen[[4, 5, 6]], 2).tokens == (1, 4, 5)
 
 
 def test_drawn_chains_have_the_distributions_of_their_positions(tmp_path: Path) -> None:

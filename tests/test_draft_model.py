@@ -113,8 +113,8 @@ def test_a_row_beyond_the_draft_models_context_is_decoded_without_drafts() -> No
 
 def test_padding_at_the_end_of_a_vocabulary_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.arange(6.0)[None]
-    assert _reader._sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
-    assert _reader._sized(logits, 7)[0, 6] == -torch.inf
+    assert _reader.sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    assert _reader.sized(logits, 7)[0, 6] == -torch.inf
 
 
 def readers_of(draft: Drafter) -> list[Reader]:

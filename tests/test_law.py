@@ -38,6 +38,7 @@ def chain_rule(
 
 
 SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
+    "deer": {"depth": 2},
     "draft-model": {"length": 2},
     "super-apriel": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},

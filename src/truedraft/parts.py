@@ -119,16 +119,21 @@ def check_references(references: Any, drafter: Drafter, rule: Rule | None) -> No
 
 def check_vocabulary(drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
     """Raises Refused where a drafter's vocabulary is not the target's."""
-    name = name_of(drafter)
+    name, own = name_of(drafter), drafter.own_tokens
+    sizes = (vocabulary, vocabulary + len(own))
     if drafter.tokenizer is not None and tokenizer is not None:
-        if drafter.tokenizer.get_vocab() != tokenizer.get_vocab():
+        mine, others = (
+            {token: i for token, i in some.get_vocab().items() if i not in own}
+            for some in (drafter.tokenizer, tokenizer)
+        )
+        if mine != others:
             raise Refused(
                 f"the tokenizer of {name} ({len(drafter.tokenizer)} entries) differs from the model's "
                 f"({len(tokenizer)}): use a drafter made for this model"
             )
-    elif drafter.tokenizer is not None and drafter.vocab_size != vocabulary:
+    elif drafter.tokenizer is not None and drafter.vocab_size not in sizes:
         raise Refused(f"{name} has a tokenizer of its own: give accelerate() the model's, so they can be compared")
-    elif drafter.vocab_size not in (None, vocabulary):
+    elif drafter.vocab_size not in (None, *sizes):
         raise Refused(
             f"{name} has {drafter.vocab_size} tokens, the model {vocabulary}: use a drafter made for this model, or, "
             "if only the padding differs, give accelerate() the tokenizer and the draft model by its name"

@@ -155,7 +155,8 @@ class CanvasTarget(ABC):
 
     @abstractmethod
     def score(self, rows: Sequence[Sequence[Variant]]) -> list[Tensor]:
-        """One pass: by slot, the logits (n, V) at the masked positions of its variants, one after another."""
+        """One pass: by slot, the logits (n, V) at the masked positions of its variants, one after another; a slot
+        without variants takes no part."""
 
     @abstractmethod
     def probe(self, width: int) -> None:
@@ -196,7 +197,7 @@ class BlockTarget(CanvasTarget):
             for start in range(0, whole, span := max(READ // size, 1) * size):
                 nodes = Nodes()
                 end = min(start + span, whole)
-                self._add(nodes, slot, prompt[start:end], start, start, (), self.causal_cache)
+                self._add(nodes, slot, prompt[start:end], start, start, (), self._kept)
                 nodes.group(end - start)
                 edge = self.runner(nodes, [end - start - 1])[0]
                 self.cache.lengths[slot] = end
@@ -204,14 +205,21 @@ class BlockTarget(CanvasTarget):
             committed.append(whole)
         return committed
 
+    @property
+    def _kept(self) -> int:
+        """Positions of the blocks whose keys and values are kept, as they are read."""
+        return 1 if self.causal_cache else self.layout.block
+
     def _add(
-        self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: Sequence[int],
-        causal: bool,
-    ) -> None:  # fmt: skip
+        self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: Sequence[int], size: int
+    ) -> None:
         """Nodes of complete blocks, from a position on: each attends to what is committed, to the places `before` of
-        this pass, and to those of these nodes up to the end of its block; causal: up to itself."""
+        this pass, and to those of these nodes up to the end of its block.
+
+        size: positions of each block, but for the last; 1 where nodes read those before them alone.
+        """
         assert self.cache is not None
-        base, size = self.cache.lengths[slot], 1 if causal else self.layout.block
+        base = self.cache.lengths[slot]
         n = len(tokens)
         nodes.token += tokens
         nodes.slot += [slot] * n
@@ -219,9 +227,10 @@ class BlockTarget(CanvasTarget):
         nodes.place += range(place, place + n)
         nodes.base += [base] * n
         for i in range(0, n, size):
-            reads = [*before, *range(place, place + min(i + size, n))]
-            first = start + i + min(size, n - i) - len(reads)
-            for _ in range(min(size, n - i)):
+            end = min(i + size, n)
+            reads = [*before, *range(place, place + end)]
+            first = start + end - len(reads)
+            for _ in range(i, end):
                 nodes.extra += reads
                 nodes.extra_position += range(first, first + len(reads))
                 nodes.extra_from.append(len(nodes.extra))
@@ -236,9 +245,10 @@ class BlockTarget(CanvasTarget):
         """Nodes of a variant: complete blocks, the block to fill and later ones, and masks behind them."""
         assert self.cache is not None
         start, tokens, filled = variant.start, variant.tokens, variant.block.start - variant.start
-        self._add(nodes, slot, tokens[:filled], start, place, before, self.causal_cache)
+        self._add(nodes, slot, tokens[:filled], start, place, before, self._kept)
         inside = [*before, *range(place, place + filled)]
-        self._add(nodes, slot, tokens[filled:], start + filled, place + filled, inside, variant.causal)
+        size = 1 if variant.causal else len(variant.block)
+        self._add(nodes, slot, tokens[filled:], start + filled, place + filled, inside, size)
         base, behind = self.cache.lengths[slot], place + len(tokens)
         for i, position in enumerate(variant.masked[: variant.probes]):
             nodes.token.append(self.layout.mask)
@@ -248,6 +258,9 @@ class BlockTarget(CanvasTarget):
         assert self.cache is not None
         nodes, gather, counts = Nodes(), list[int](), list[int]()
         for slot, variants in enumerate(rows):
+            if not variants:
+                counts.append(0)
+                continue
             first, place = len(nodes), self.cache.lengths[slot]
             own = variants[0]
             for variant in variants:
@@ -272,7 +285,7 @@ class BlockTarget(CanvasTarget):
 
     def probe(self, width: int) -> None:
         nodes = Nodes()
-        self._add(nodes, 0, [0] * width, 0, 0, (), False)
+        self._add(nodes, 0, [0] * width, 0, 0, (), self.layout.block)
         nodes.group(width)
         self.runner(nodes, range(width))
 

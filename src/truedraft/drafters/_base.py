@@ -45,7 +45,8 @@ class Drafter(ABC):
 
     needs: the taps that it requires of every pass.
     takes_references: whether it copies from documents that the caller gives.
-    tokenizer: its own tokenizer, if it has one; it must equal the target's.
+    tokenizer: its own tokenizer, if it has one; it must equal the target's, but for `own_tokens`.
+    own_tokens: ids of its own model that are never drafted, as that of a mask.
     prior_confidence: prior probability that the first token of a draft is accepted.
     autoregressive: whether every level of a draft costs a pass of a model.
     reads_texts: whether passes of a model read the text of a row before the first draft for it.
@@ -60,6 +61,7 @@ class Drafter(ABC):
     needs: Taps = Taps()
     takes_references: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
+    own_tokens: frozenset[int] = frozenset()
     prior_confidence: ClassVar[float] = 0.15
     autoregressive: bool = False
     reads_texts: bool = False

@@ -1,4 +1,4 @@
-"""Training and drafts of heads that predict a block of tokens at once, from masks behind a pending token."""
+"""Heads that predict a block of tokens at once, from masks behind a pending token: their training, and drafts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from truedraft.drafters._candidates import candidates
-from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Metrics
 from truedraft.drafters._losses import IGNORED
-from truedraft.drafters._trees import likeliest_positions
+from truedraft.drafters._positions import PositionsDrafter
 from truedraft.drafters.heads._drafter import TrainedDrafter
 from truedraft.drafters.heads._unroll import HeadLearner
 from truedraft.drafters.heads._walking import Walk
-from truedraft.tree import DraftTree, Draws, Row
+from truedraft.tree import Row
 
 ANCHORS = 64  # blocks of a text that an evaluation fills in at a time
 
@@ -79,67 +77,13 @@ class BlockLearner(HeadLearner):
         return self.block_logits(batch, anchors), labels
 
 
-class BlockDrafter(TrainedDrafter):
-    """A drafter all of whose positions are predicted at once: chains, or trees of the likeliest paths, with positions
-    taken as independent.
-
-    Fields of every subclass: those of `LearnedDrafter`, depth (positions at most), top_k (tokens of a position, 1 for a
-    chain), nodes (of a tree), drawn (a chain drawn from the head, for rules that verify such drafts).
-    """
-
-    prior_confidence = 0.7
-    depth: int
-    top_k: int
-    nodes: int
-    drawn: bool
-
-    @abstractmethod
-    def filled(self, rows: Sequence[Row], depths: Sequence[int]) -> Tensor:
-        """(rows, positions, draft vocabulary) logits of the next tokens, at least `depths` of them."""
-
-    @property
-    def width(self) -> int:
-        return self.depth if self.top_k == 1 else max(self.nodes, self.depth)
-
-    @property
-    def draws(self) -> Draws:
-        return "one" if self.drawn else "certain"
+class BlockDrafter(PositionsDrafter, TrainedDrafter):
+    """A drafter with a head that fills in blocks. Fields of every subclass: those of both."""
 
     def start(self, rows: Sequence[Row]) -> None:
         self.reader.start(rows, self.head.block_size)
 
-    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        drafts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows]
-        deepest = [min(self._deepest(row), most) for row, most in zip(rows, budget, strict=True)]
-        if asked := [i for i, depth in enumerate(deepest) if depth > 0]:
-            some = [rows[i] for i in asked]
-            logits = self.filled(some, [deepest[i] for i in asked])[:, : max(deepest)].float()
-            if not self._vocabulary.suffices(some) or self.drawn:
-                logits = self._vocabulary.spread(logits)
-            for i, laws in zip(asked, position_laws(some, logits), strict=True):
-                drafts[i] = self._drafted(rows[i], laws[: deepest[i]], budget[i])
-        return drafts
-
-    def _deepest(self, row: Row) -> int:
-        """Positions that may be drafted; none where the head has no features of a row's tokens."""
+    def deepest(self, row: Row) -> int:
+        """None where the head has no features of a row's tokens."""
         read = self.reader.tokens_read(row, 0) is not None
-        return min(self.depth, self.head.drafts, row.room - row.step - 1) if read else 0
-
-    def _drafted(self, row: Row, laws: Tensor, most: int) -> DraftTree:
-        """A row's draft of at most `most` nodes. laws: (positions, V)."""
-        if self.drawn and self.preferred(row) == "law":
-            return _drawn(row, laws)
-        found = candidates(self, row, laws, range(len(laws)), self.top_k, self._vocabulary)
-        most = most if self.top_k == 1 else min(most, self.nodes)
-        return self._calibration.proposed(row, likeliest_positions(row.tokens[-1], found, most, row.ends))
-
-
-def _drawn(row: Row, laws: Tensor) -> DraftTree:
-    """A chain whose tokens are drawn from the distributions of their positions, (positions, V), independently."""
-    tokens: list[int] = []
-    for law in laws:
-        if not law.any() or (tokens and tokens[-1] in row.ends):
-            break
-        tokens += row.request.chance.draw(law, row)
-    chain = DraftTree.chain(row.tokens[-1], tokens)
-    return chain.replaced(dist=(*laws[: len(tokens)], None), draws="one") if tokens else chain
+        return min(self.depth, self.head.drafts) if read else 0

@@ -229,7 +229,7 @@ class Reader:
 
     def score(self, trees: Sequence[DraftTree]) -> Tensor:
         """One pass over a tree for each slot; (slots, nodes, V) raw logits, V as in the target."""
-        return _sized(self.target.score(trees).logits, self._vocabulary)
+        return sized(self.target.score(trees).logits, self._vocabulary)
 
     def keep(self, tokens: Sequence[Sequence[int]]) -> None:
         """Commit the first nodes of each slot's last pass, a chain of these tokens."""
@@ -265,7 +265,7 @@ class Branch:
         return self.tree.tokens[first:node]
 
 
-def _sized(logits: Tensor, vocabulary: int) -> Tensor:
+def sized(logits: Tensor, vocabulary: int) -> Tensor:
     """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
     if logits.shape[-1] >= vocabulary:
         return logits[..., :vocabulary]
