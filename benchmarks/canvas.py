@@ -118,12 +118,13 @@ def compared(
                 for one, other, ids in pairs
                 for a, b in zip(one[ids.shape[1] :], other[ids.shape[1] :], strict=False)
             )
+            speed = statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True))
             rows.append({
                 "method": name, "prompts": subject, "passes": found["passes"],
                 "fewer_passes": reference["passes"] / found["passes"],
                 "positions_per_token": found["positions"] / max(found["tokens"], 1),
                 "tokens_per_pass": found["tokens"] / found["passes"],
-                "speed": statistics.median(a / b for a, b in zip(reference["seconds"], found["seconds"], strict=True)),
+                "speed": speed, "speed_per_token": speed * found["tokens"] / max(reference["tokens"], 1),
                 "same_text": all(one == other for one, other, _ in pairs),
                 "agreement": same / max(sum(len(one) - ids.shape[1] for one, _, ids in pairs), 1),
                 "loss": sum(loss for loss, _ in losses) / max(sum(count for _, count in losses), 1),
