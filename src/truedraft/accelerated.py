@@ -24,6 +24,7 @@ from truedraft.call.streaming import Stream, ending_streamer
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas.accelerated import AcceleratedCanvas, check_for_canvas
 from truedraft.canvas.layout import Layout, layout_of
+from truedraft.canvas.renoised import AcceleratedRenoise, renoises
 from truedraft.chance import Chance
 from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
@@ -381,6 +382,9 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
+        if renoises(model):
+            check_for_canvas(ties, view)
+            return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout)  # type: ignore
         if (layout := layout or layout_of(getattr(model, "config", None), tokenizer)) is not None:
             check_for_canvas(ties, view)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout)  # type: ignore
