@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoTokenizer,
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
     DiffusionGemmaGenerationConfig,
@@ -17,9 +20,11 @@ from transformers import (
 )
 
 import truedraft
+from truedraft import assets
 from truedraft.canvas.layout import layout_of
 from truedraft.canvas.renoise import Denoiser, Settings
 from truedraft.canvas.renoised import AcceleratedRenoise
+from truedraft.cli import main
 from truedraft.errors import Refused
 
 VOCABULARY, CANVAS = 61, 8
@@ -202,6 +207,7 @@ def test_a_right_canvas_is_not_scored_right_without_the_logits_before_it(model: 
         ({"layout": object()}, "is for canvases with masks"),
         ({"ties": "recheck"}, "is for autoregressive models"),
         ({"runtime": "x"}, "give 'auto'"),
+        ({"control": "x"}, "diffusion models have 'cost' and 'fixed'"),
     ],
 )
 def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: str) -> None:
@@ -212,7 +218,8 @@ def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"do_sample": True}, "do_sample=True is no setting of canvases"),
+        ({"do_sample": False}, "samples always"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 is no setting of canvases"),
         ({"max_denoising_step": 3}, "did you mean 'max_denoising_steps'"),
         ({"max_denoising_steps": 0}, "must be a positive integer"),
         ({"max_new_tokens": 57}, "8 canvases of 8 make 75 positions"),
@@ -250,3 +257,26 @@ def test_the_stand_in(model: Any) -> None:
     assert type(copied) is AcceleratedRenoise and copied.model is not model and "all rows" in repr(copied)
     assert fast.config is model.config
     assert torch.equal(fast.generate(**prompts(2), **TRACE, seed=1), copied.generate(**prompts(2), **TRACE, seed=1))
+
+
+def test_from_a_terminal(tmp_path: Path, capsys: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets.path("nano"))
+    model = model_of(vocab_size=len(tokenizer))
+    model.generation_config.update(**TRACE, eos_token_id=[7, 8, *range(100, 300)], pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("one day", return_tensors="pt").input_ids
+    torch.manual_seed(3)
+    expected = model.generate(ids, max_new_tokens=16).sequences[0, ids.shape[1] :].tolist()
+    end = next((i for i, token in enumerate(expected) if token in model.generation_config.eos_token_id), 99)
+    asked = ["generate", str(tmp_path), "one day", "--max-new-tokens", "16", "--json"]
+    assert main([*asked, "--sample", "--seed", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected[: end + 1]
+    for command, message in {
+        tuple(asked): "samples always",
+        (*asked, "--sample", "--draft", "ssd"): "no later canvas can be verified ahead",
+        ("bench", str(tmp_path)): "which this command does not run",
+        ("audit", str(tmp_path)): "no later canvas can be verified ahead",
+    }.items():
+        assert main([*command]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())

@@ -88,8 +88,6 @@ class AcceleratedCanvas(StandIn):
                     f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which rule={self._rule!r} "
                     "replaces: drop one of them"
                 )
-        if control not in ("cost", "fixed"):
-            raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict
         self.target = hosted_canvas(model, *self._hosting)
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -221,12 +219,14 @@ class AcceleratedCanvas(StandIn):
         return copied
 
 
-def check_for_canvas(ties: str, view: Any) -> None:
+def check_for_canvas(ties: str, view: Any, control: Any) -> None:
     """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
     if ties != "keep":
         raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
     if view is not None:
         raise Refused(f"view={view!r} is for autoregressive models: leave it out for a diffusion model")
+    if control not in ("cost", "fixed"):
+        raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
 
 
 def _name(dtype: torch.dtype) -> str:

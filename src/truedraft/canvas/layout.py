@@ -63,7 +63,7 @@ class Layout:
 
 def declares(config: Mapping[str, Any]) -> bool:
     """Whether the configuration in a model's folder is that of a diffusion model with a canvas."""
-    return config.get(FIELD) is not None or config.get("model_type") in KNOWN
+    return config.get(FIELD) is not None or config.get("model_type") in KNOWN.keys() | REFUSED.keys()
 
 
 def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:

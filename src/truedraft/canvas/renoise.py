@@ -144,7 +144,7 @@ class Denoiser:
         done, at = torch.zeros_like(self.ended), torch.arange(rows, device=self.device)
         condition, cache = None, self.cache
         for left in range(settings.steps, 0, -1):
-            scaled = self.score(canvas[at], condition, cache, at) / settings.temperature(left, self.device)
+            scaled = self.score(canvas[at], condition, cache, at).div_(settings.temperature(left, self.device))
             entropy, running = entropy_of(scaled), ~done[at]
             drawn, now = self._drawn(scaled, at, settings.accepted(entropy)), at[running]
             canvas, likeliest = (
@@ -213,7 +213,8 @@ class Denoiser:
 def entropy_of(logits: Tensor) -> Tensor:
     """(..., V) -> (...) in nats, rounded as by `torch.distributions.Categorical`."""
     scores = logits - logits.logsumexp(-1, keepdim=True)
-    return -(scores.clamp_min(torch.finfo(scores.dtype).min) * torch.softmax(scores, -1)).sum(-1)
+    probs = torch.softmax(scores, -1)
+    return -scores.clamp_min_(torch.finfo(scores.dtype).min).mul_(probs).sum(-1)
 
 
 def _rows_of(cache: DynamicCache, rows: Tensor) -> DynamicCache:

@@ -29,6 +29,7 @@ AHEAD = (
     "which no draft has"
 )
 CACHES = (None, "dynamic")  # of keys and values
+ALWAYS = {"do_sample": True, "num_return_sequences": 1}  # settings of other models that these always have
 
 
 def renoises(model: Any) -> bool:
@@ -36,11 +37,28 @@ def renoises(model: Any) -> bool:
     return isinstance(model, PreTrainedModel) and inspect.signature(model.forward).parameters.keys() >= READS
 
 
+class RenoiseTarget:
+    """What is read of such a model before a call."""
+
+    reads_sources = False
+    hard_limit = None
+    runtime = "transformers forward"
+
+    def __init__(self, model: Any):
+        text = model.config.text_config
+        self.vocabulary, self.context, self.canvas = (
+            text.vocab_size,
+            text.max_position_embeddings,
+            model.config.canvas_length,
+        )
+
+
 class AcceleratedRenoise(StandIn):
     """A `diffusion_gemma` hosted by truedraft; made by `accelerate`. Other attributes are the model's.
 
     Attributes:
         model: the model that was given, unchanged.
+        target: its measures.
         strict: whether all rows stay in every pass, so that logits have the bits of the model's own `generate`.
     """
 
@@ -59,6 +77,7 @@ class AcceleratedRenoise(StandIn):
                 )
         check_runtime(runtime)
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
+        self.target = RenoiseTarget(model)
         self._report: Report | None = None
         self._complete()
 
@@ -103,9 +122,9 @@ class AcceleratedRenoise(StandIn):
         inputs = given.pop("input_ids", None) if inputs is None else inputs
         with exclusive([self]), defaults(), torch.no_grad():
             self._report = None
-            mask = _mask_of(inputs, attention_mask, self.model.config.text_config.vocab_size)
+            mask = _mask_of(inputs, attention_mask, self.target.vocabulary)
             assert inputs is not None
-            settings = _settings_of(self.model, inputs.shape[1], given)
+            settings = _settings_of(self.model, self.target, inputs.shape[1], given)
             if getattr(streamer, "_takes_logits", False):
                 raise Refused(f"streamer: {type(streamer).__name__} takes logits, which are not kept: {OWN}")
             generator = None if seed is None else torch.Generator(inputs.device).manual_seed(seed_of(seed))
@@ -141,7 +160,7 @@ class AcceleratedRenoise(StandIn):
         dtype = str(self.model.dtype).removeprefix("torch.")
         ties = "to the bit" if self.strict else f"up to ties of {dtype}"
         return Report(
-            "none", "entropy-bound", "tokens", "none", "transformers forward", [AHEAD], seconds=watch.seconds,
+            "none", "entropy-bound", "tokens", "none", self.target.runtime, [AHEAD], seconds=watch.seconds,
             reference=f"the model's own generate under the same seed, {ties}", dtype=dtype,
         )  # fmt: skip
 
@@ -156,7 +175,7 @@ def _pass(step: Step, width: int) -> Pass:
     return Pass(width, tuple(Emission(row, step.texts.get(row, ()), 0, 0) for row in step.rows))
 
 
-def _settings_of(model: Any, prompt: int, given: Mapping[str, Any]) -> Settings:
+def _settings_of(model: Any, target: RenoiseTarget, prompt: int, given: Mapping[str, Any]) -> Settings:
     """The settings of a call, by the model's own reading of them.
 
     prompt: length of the prompts.
@@ -172,8 +191,10 @@ def _settings_of(model: Any, prompt: int, given: Mapping[str, Any]) -> Settings:
     except ValueError as error:
         raise Refused(f"{name}: {error}") from error
     for setting, value in unknown.items():
-        if value is None:
+        if value is None or value == ALWAYS.get(setting):
             continue
+        if setting == "do_sample":
+            raise Refused(f"do_sample={value!r}: {name} samples always; leave it out, or give True (--sample)")
         near = difflib.get_close_matches(setting, vars(config), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"leave it out, or {OWN}"
         raise Refused(f"{setting}={value!r} is no setting of canvases of noise over the vocabulary: {hint}")
@@ -185,7 +206,7 @@ def _settings_of(model: Any, prompt: int, given: Mapping[str, Any]) -> Settings:
     _, new = model._prepare_generated_length(config, prompt)
     if new < 1:
         raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
-    size, context = model.config.canvas_length, model.config.text_config.max_position_embeddings
+    size, context = target.canvas, target.context
     canvases = math.ceil(new / size)
     if (whole := prompt + canvases * size) > context:
         raise Refused(
