@@ -24,6 +24,7 @@ from truedraft.call.streaming import Stream, ending_streamer
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas.accelerated import AcceleratedCanvas, check_for_canvas
 from truedraft.canvas.layout import Layout, layout_of
+from truedraft.canvas.renoised import AcceleratedRenoise, renoises
 from truedraft.chance import Chance
 from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
@@ -371,7 +372,8 @@ def accelerate(
             report and its guarantee are labelled. `truedraft bench --lossy` measures the quality beside the speed.
         layout: how a diffusion language model reads a canvas; by default as its configuration declares it, or as models
             of its type do. Such models have drafts and rules of their own: `draft` proposes later canvases, `rule` is
-            the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`.
+            the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
+            (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`).
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -381,8 +383,11 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
+        if renoises(model):
+            check_for_canvas(ties, control)
+            return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore
         if (layout := layout or layout_of(getattr(model, "config", None), tokenizer)) is not None:
-            check_for_canvas(ties)
+            check_for_canvas(ties, control)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout, view)  # type: ignore
         lossy = None if view is None else view_of(view)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

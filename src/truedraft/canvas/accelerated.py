@@ -91,8 +91,6 @@ class AcceleratedCanvas(StandIn):
                     f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which "
                     f"{' and '.join(self._lossy)} replaces: drop one of them"
                 )
-        if control not in ("cost", "fixed"):
-            raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
         self._hosting = layout, runtime, strict, self.view
         self.target = hosted_canvas(model, *self._hosting)
         self.policy.bind(self.target.vocabulary, layout, tokenizer)
@@ -234,10 +232,12 @@ class AcceleratedCanvas(StandIn):
         return copied
 
 
-def check_for_canvas(ties: str) -> None:
+def check_for_canvas(ties: str, control: Any) -> None:
     """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
     if ties != "keep":
         raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
+    if control not in ("cost", "fixed"):
+        raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
 
 
 def _view(given: Any, policy: Policy) -> CanvasView:

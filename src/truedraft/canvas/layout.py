@@ -19,8 +19,8 @@ KNOWN: dict[str, dict[str, Any]] = {  # model type -> layout, without what the c
 }
 
 REFUSED = {
-    "diffusion_gemma": "its canvas is no text with masks: whatever a step does not keep is drawn anew from the whole "
-    "vocabulary, so that there are no later canvases to verify; use its own generate"
+    "diffusion_gemma": "its canvas is no text with masks: whatever a step does not accept is drawn anew from the whole "
+    "vocabulary; truedraft.accelerate(model) hosts it with the steps of its own generate"
 }
 
 
@@ -63,7 +63,7 @@ class Layout:
 
 def declares(config: Mapping[str, Any]) -> bool:
     """Whether the configuration in a model's folder is that of a diffusion model with a canvas."""
-    return config.get(FIELD) is not None or config.get("model_type") in KNOWN
+    return config.get(FIELD) is not None or config.get("model_type") in KNOWN.keys() | REFUSED.keys()
 
 
 def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
@@ -77,7 +77,7 @@ def layout_of(config: Any, tokenizer: Any = None) -> Layout | None:
     if config is None:
         return None
     if (why := REFUSED.get(config.model_type)) is not None:
-        raise Refused(f"{config.model_type} cannot be hosted: {why}")
+        raise Refused(f"{config.model_type} has no layout with masks: {why}")
     declared = getattr(config, FIELD, None)
     if declared is None and (declared := KNOWN.get(config.model_type)) is None:
         return None

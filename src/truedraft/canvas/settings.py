@@ -108,7 +108,7 @@ def settings_of(
     if new < 1:
         raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
     sample = bool(config.do_sample)
-    noise = CanvasNoise(_seed(seed)) if sample else None
+    noise = CanvasNoise(seed_of(seed)) if sample else None
     ends = config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
@@ -181,7 +181,8 @@ def _warpers(config: GenerationConfig, given: Any, sample: bool, device: torch.d
     return found
 
 
-def _seed(seed: Any) -> int:
+def seed_of(seed: Any) -> int:
+    """A seed of sampling; from torch's generator where none is given."""
     if seed is None:
         return int(torch.randint(2**62, ()))
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:

@@ -102,6 +102,8 @@ class Request:
         """
         import torch
 
+        from truedraft.targets.kinds import prompt_length
+
         inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
@@ -117,7 +119,7 @@ class Request:
         lengths = [0] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):
             lengths[emission.row] += len(emission.tokens)
-        start = sequences.shape[1] - max(lengths)
+        start = prompt_length(fast.config, inputs["input_ids"])
         return [row[start : start + n].tolist() for row, n in zip(sequences, lengths, strict=True)]
 
     def _inputs(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

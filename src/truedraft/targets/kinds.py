@@ -22,8 +22,10 @@ def family_of(config: Any) -> Family:
 
 def auto_class(config: Any) -> Any:
     """The class of `transformers` that loads generative models of this kind."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
+    if config.model_type == "diffusion_gemma":
+        return AutoModelForImageTextToText
     return AutoModelForSeq2SeqLM if reads_sources(config) else AutoModelForCausalLM
 
 
