@@ -482,9 +482,11 @@ def leaking_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A canvas beside the row's own reads an entry of the one before it."""
     add = BlockTarget._add
 
-    def leaked(self: Any, nodes: Nodes, slot: int, tokens: Any, start: int, place: int, before: range) -> None:
+    def leaked(
+        self: Any, nodes: Nodes, slot: int, tokens: Any, start: int, place: int, before: range, block: range
+    ) -> None:
         beside = place > self.cache.lengths[slot] and not before and start > 0
-        add(self, nodes, slot, tokens, start, place, range(place - 1, place) if beside else before)
+        add(self, nodes, slot, tokens, start, place, range(place - 1, place) if beside else before, block)
 
     monkeypatch.setattr(BlockTarget, "_add", leaked)
 
