@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.accept._base import AttributingRule, Rule
+from truedraft.canvas.layout import layout_of
 from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
@@ -45,7 +46,8 @@ def drafter_of(given: Any) -> Drafter:
     if given is None:
         return Plain()
     if isinstance(given := unwrapped(given), PreTrainedModel):
-        return registry.load("drafters", "draft-model", model=given)
+        name = "draft-model" if layout_of(given.config) is None else "deer"
+        return registry.load("drafters", name, model=given)
     return part(given, "drafters", Drafter)
 
 

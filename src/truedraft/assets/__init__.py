@@ -9,6 +9,7 @@ from truedraft.errors import Refused
 
 ROOT = Path(__file__).parent
 DRAFTS = {"nano": "nano-draft"}  # embedded model -> its draft model
+DIFFUSION = {"nano": "nano-diffusion"}  # embedded model -> a diffusion model that may draft for it
 HEADS = {"eagle3": "nano-eagle3", "medusa": "nano-medusa"}  # method -> its embedded head, for nano
 
 

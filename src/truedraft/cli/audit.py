@@ -139,14 +139,15 @@ def _finished(found: Audit, tested: list[Law], tokenizer: Any, as_json: bool) ->
 
 
 def _all(model: str) -> list[str]:
-    """Every available drafter: those that need nothing, and those with a draft model if there is one for `model`."""
+    """Every available drafter: those that need nothing, and those with a model if there is one for `model`."""
     from truedraft import assets, registry
 
-    small = assets.DRAFTS.get(model)
+    small = {"draft model": assets.DRAFTS.get(model), "diffusion model": assets.DIFFUSION.get(model)}
+    needs = {name: registry.method("drafters", name).card.needs for name in registry.names("drafters")}
     return [
-        f"{name}:model={small}" if "draft model" in registry.method("drafters", name).card.needs else name
-        for name in registry.names("drafters")
-        if set(registry.method("drafters", name).card.needs) <= ({"draft model"} if small else set())
+        ":model=".join([name, *(small[need] or "" for need in what)])
+        for name, what in needs.items()
+        if len(what) <= 1 and all(small.get(need) for need in what)
     ]
 
 

@@ -25,6 +25,7 @@ class Deer(MaskDrafter):
         family="diffusion model",
         needs=("diffusion model",),
         cannot=SEQ2SEQ,
+        presets={"deer-tree": {"top_k": 8}},
         published="5.5x on HumanEval for Qwen3-30B-A3B, where EAGLE-3 gives 2.4x (one GPU); drafts of up to 32 tokens.",
     )
     model: Any = None  # a diffusion model of transformers, or its name: a folder, an embedded model, one on the hub
