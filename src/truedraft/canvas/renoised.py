@@ -29,7 +29,7 @@ AHEAD = (
     "which no draft has"
 )
 NEEDED = (
-    "max_new_tokens", "max_denoising_steps", "sampler_config", "t_min", "t_max", "stability_threshold",
+    "sampler_config", "max_new_tokens", "max_denoising_steps", "t_min", "t_max", "stability_threshold",
     "confidence_threshold",
 )  # fmt: skip
 CACHES = (None, "dynamic")  # of keys and values
