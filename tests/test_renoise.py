@@ -15,6 +15,7 @@ from transformers import (
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
     DiffusionGemmaGenerationConfig,
+    GenerationConfig,
     LogitsProcessorList,
     TopKLogitsWarper,
 )
@@ -219,6 +220,8 @@ def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: s
     ("given", "message"),
     [
         ({"do_sample": False}, "samples always"),
+        ({"stability_threshold": None}, "stability_threshold is None"),
+        ({"generation_config": GenerationConfig()}, "sampler_config is None in this GenerationConfig"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 is no setting of canvases"),
         ({"max_denoising_step": 3}, "did you mean 'max_denoising_steps'"),
         ({"max_denoising_steps": 0}, "must be a positive integer"),

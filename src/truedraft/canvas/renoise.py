@@ -12,7 +12,7 @@ conditioning), and the steps left. With logits z of a pass, exponential noise e 
 A canvas of a later step can be drafted, for e and u may be drawn ahead. Its condition cannot: it is all logits of the
 pass before, so that nothing exact can be scored before that pass.
 
-The entropy-bound sampler is that of Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models via Entropy
+The entropy-bound sampler is that of "Accelerated Sampling from Masked Diffusion Models via Entropy
 Bounded Unmasking", arXiv 2505.24857 (2025).
 """
 
@@ -147,10 +147,8 @@ class Denoiser:
             scaled = self.score(canvas[at], condition, cache, at).div_(settings.temperature(left, self.device))
             entropy, running = entropy_of(scaled), ~done[at]
             drawn, now = self._drawn(scaled, at, settings.accepted(entropy)), at[running]
-            canvas, likeliest = (
-                canvas.index_copy(0, now, drawn[now]),
-                likeliest.index_copy(0, now, scaled.argmax(-1)[running]),
-            )
+            canvas = canvas.index_copy(0, now, drawn[now])
+            likeliest = likeliest.index_copy(0, now, scaled.argmax(-1)[running])
             same = (history[:, now] == likeliest[now]).all(-1).all(0)
             history = torch.cat([history, likeliest[None]])[1:]
             done[now] = same & (entropy[running].mean(-1) < settings.confident)

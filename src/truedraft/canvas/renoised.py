@@ -28,8 +28,16 @@ AHEAD = (
     "no later canvas can be verified ahead, because each pass reads all logits of the one before (self-conditioning), "
     "which no draft has"
 )
+NEEDED = (
+    "sampler_config", "max_new_tokens", "max_denoising_steps", "t_min", "t_max", "stability_threshold",
+    "confidence_threshold",
+)  # fmt: skip
 CACHES = (None, "dynamic")  # of keys and values
-ALWAYS = {"do_sample": True, "num_return_sequences": 1}  # settings of other models that these always have
+ALWAYS = {
+    "do_sample": True,
+    "num_return_sequences": 1,
+    "use_cache": True,
+}  # settings of other models that these always have
 
 
 def renoises(model: Any) -> bool:
@@ -197,7 +205,10 @@ def _settings_of(model: Any, target: RenoiseTarget, prompt: int, given: Mapping[
             raise Refused(f"do_sample={value!r}: {name} samples always; leave it out, or give True (--sample)")
         near = difflib.get_close_matches(setting, vars(config), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"leave it out, or {OWN}"
-        raise Refused(f"{setting}={value!r} is no setting of canvases of noise over the vocabulary: {hint}")
+        raise Refused(f"{setting}={value!r:.40} is no setting of canvases of noise over the vocabulary: {hint}")
+    for setting in NEEDED:
+        if getattr(config, setting) is None:
+            raise Refused(f"{setting} is None in this {type(config).__name__}: give it a value, or {OWN}")
     if config.cache_implementation not in CACHES:
         raise Refused(
             f"cache_implementation={config.cache_implementation!r}: keys and values are kept in a dynamic cache; give "
