@@ -33,11 +33,7 @@ NEEDED = (
     "confidence_threshold",
 )  # fmt: skip
 CACHES = (None, "dynamic")  # of keys and values
-ALWAYS = {
-    "do_sample": True,
-    "num_return_sequences": 1,
-    "use_cache": True,
-}  # settings of other models that these always have
+ALWAYS = {"do_sample": True, "num_return_sequences": 1, "use_cache": True}  # of other models' settings, these values
 
 
 def renoises(model: Any) -> bool:
@@ -54,11 +50,8 @@ class RenoiseTarget:
 
     def __init__(self, model: Any):
         text = model.config.text_config
-        self.vocabulary, self.context, self.canvas = (
-            text.vocab_size,
-            text.max_position_embeddings,
-            model.config.canvas_length,
-        )
+        self.vocabulary, self.context = text.vocab_size, text.max_position_embeddings
+        self.canvas = model.config.canvas_length
 
 
 class AcceleratedRenoise(StandIn):
