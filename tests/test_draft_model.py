@@ -101,9 +101,9 @@ def test_the_draft_model_catches_up_after_a_pause(monkeypatch: pytest.MonkeyPatc
     assert fast.report().acceptance_rate == 1.0 and passes > 20
 
 
-def test_a_row_beyond_the_draft_models_context_is_decoded_without_drafts() -> None:
+def test_a_row_beyond_the_draft_models_context_is_decoded_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, small = tiny(), sibling(tiny("llama", torch.float32))
-    small.config.max_position_embeddings = 24
+    monkeypatch.setattr(small.config, "max_position_embeddings", 24)
     fast = truedraft.accelerate(model, draft=small, control="fixed")
     inputs = ragged(model, 1)
     got = fast.generate(**inputs, max_new_tokens=60, do_sample=False)
