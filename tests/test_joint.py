@@ -20,7 +20,18 @@ from truedraft.drafters._joint import Joint
 from truedraft.tree import Accepted, Row, Scores, Taps
 
 # attributes of the whole, not of its parts
-OF_THE_WHOLE = {"card", "learner", "prior_confidence", "bound", "alone", "draws", "preferred", "width", "propose", "own_tokens"}
+OF_THE_WHOLE = {
+    "card",
+    "learner",
+    "prior_confidence",
+    "bound",
+    "alone",
+    "draws",
+    "preferred",
+    "width",
+    "propose",
+    "own_tokens",
+}
 PUBLIC = {name for name in {*vars(Drafter), *Drafter.__annotations__} if not name.startswith("_")}
 
 

@@ -1,0 +1,93 @@
+"""A diffusion model as the drafter of an autoregressive one: `nano-diffusion` for `nano`, beside heads and lookups.
+
+    python benchmarks/diffusion_drafts.py [--sizes as-is 0.5B] [--rounds 3] [--json FILE]
+
+First the mean acceptance length of drafts of equal size, all of them verified: chains of eight tokens, trees of 24.
+Then the speed with sizes by the control of costs, beside no drafts, the default drafter and the embedded head. Beside
+`nano` as it is the drafter is as large as the target, and beside `nano` stretched (`truedraft.bench.stretched`) it has
+the cost that drafters have beside real models. The sides take turns in one process; speeds are medians of ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from heads import workloads
+from rich.console import Console
+from rich.table import Table
+
+import truedraft
+from truedraft.bench.compare import compare
+from truedraft.bench.sides import truedraft_side
+from truedraft.bench.sizes import SIZES
+from truedraft.bench.stretched import stretched
+from truedraft.files import write_whole
+from truedraft.loading import load
+
+MODEL = "model=nano-diffusion"
+EQUAL = {
+    "chains of 8": (f"deer:{MODEL},depth=8", f"diffuspec:{MODEL},depth=8,shortest=8", "eagle3:depth=8,top_k=1,nodes=8"),
+    "trees of 24": (f"deer-tree:{MODEL}", f"diffuspec-tree:{MODEL}", "eagle3:nodes=24"),
+}
+DRAFTS = ("auto", "eagle3", *(f"{name}:{MODEL}" for name in ("deer", "deer-tree", "diffuspec", "diffuspec-tree")))
+AS_IS = "as-is"
+
+
+def measured(model: Any, tokenizer: Any, groups: dict[str, tuple[str, ...]], control: str, args: Any) -> list[Any]:
+    """Rows of `compare` by group and workload, with the group."""
+    found = []
+    for group, drafts in groups.items():
+        sides = [("no drafts", truedraft.accelerate(model, tokenizer, draft=None))]
+        sides += [(draft, truedraft.accelerate(model, tokenizer, draft=draft, control=control)) for draft in drafts]
+        for load_ in workloads(args.tokens, args.limit):
+            made = [truedraft_side(*side) for side in sides]
+            rows = compare(made, load_, tokenizer, model.device, 1, args.rounds, args.temperature, 0)
+            found += [{"group": group, **vars(row)} for row in rows]
+    return found
+
+
+def shown(console: Console, title: str, figures: list[dict[str, Any]]) -> None:
+    table = Table(title=title)
+    for head in ("group", "workload", "side", "same text", "tokens/pass", "over no drafts", "drafting"):
+        table.add_column(head)
+    for row in figures:
+        length, ratio, share = (row[key] for key in ("mean_acceptance_length", "against_no_drafts", "draft_share"))
+        table.add_row(
+            row["group"], row["workload"], row["side"], "yes" if row["differs"] is None else "NO",
+            *("" if value is None else f"{value:.2f}" for value in (length, ratio, share)),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.5B"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    console, found = Console(width=140), {}
+    small, tokenizer = load("nano", "float32")
+    figures = measured(small, tokenizer, EQUAL, "fixed", argparse.Namespace(**{**vars(args), "rounds": 1}))
+    shown(console, "nano: drafts of equal size", figures)
+    found["equal"] = figures
+    for size in args.sizes:
+        layers, hidden = (None, None) if size == AS_IS else SIZES["nano"][size]
+        model = small if layers is None else stretched(small, layers=layers, hidden=hidden)
+        found[size] = measured(model, tokenizer, {"by costs": DRAFTS}, "cost", args)
+        shown(console, f"nano, {size}: by costs", found[size])
+    if args.json:
+        machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        write_whole(args.json, json.dumps({"machine": machine, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
