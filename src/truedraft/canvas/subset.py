@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas._base import Canvas, CanvasRow
 from truedraft.canvas.accelerated import Hooks, output
 from truedraft.canvas.assd import Assd
+from truedraft.canvas.hosting import TOLERANCE
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
@@ -28,7 +29,6 @@ from truedraft.targets.hostable import check_runtime
 
 READS = {"perm_mask", "target_mapping"}  # arguments of the forward of such a model
 STEP = 0  # whose noise all positions have: one position is chosen once
-TOLERANCE = {True: 1e-3, False: 0.25}  # of logits, in their standard deviations; by whether the dtype is fp32 or wider
 
 
 def reads_subsets(model: Any) -> bool:
@@ -126,9 +126,7 @@ class AcceleratedSubset(StandIn):
         name = type(model).__name__
         for argument, value in {"rule": rule, "layout": layout, "view": view}.items():
             if value is not None:
-                raise Refused(
-                    f"{argument}={value!r} is for other models than {name}, an any-subset model: leave it out"
-                )
+                raise Refused(f"{argument}={value!r} is not for {name}, an any-subset model: leave it out")
         check_runtime(runtime)
         if strict:
             raise Refused(f"strict=True: passes are the forward of {name}, which rounds by their width; leave it out")
@@ -228,7 +226,7 @@ class AcceleratedSubset(StandIn):
         return copied
 
 
-def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, chooser: Chooser):  # type: ignore
+def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, chooser: Chooser) -> Iterator[Pass]:
     """Fill the masks of a row up to the end of its text; yields each pass."""
     canvas, ranks, chosen = row.canvas, ranks_of(row.canvas.known), dict[int, int]()
     while not row.ended and (masks := canvas.masked(row.block)):
@@ -256,7 +254,7 @@ def _method(draft: Any, name: str) -> Assd | None:
     method, knobs = registry.parsed("assd" if draft == "auto" else draft) if isinstance(draft, str) else ("", {})
     if method != "assd":
         raise Refused(f"draft={draft!r} cannot draft for {name}, an any-subset model: give 'assd' or None")
-    return registry.built(Assd, "assd", draft, knobs)  # type: ignore[no-any-return]
+    return registry.built(Assd, "assd", draft, knobs)
 
 
 def _checked(model: Any, tokenizer: Any) -> int:
