@@ -16,14 +16,14 @@ from transformers import XLNetConfig, XLNetForTokenClassification, XLNetLMHeadMo
 import truedraft
 from truedraft.canvas.assd import Assd
 from truedraft.canvas.noise import CanvasNoise
-from truedraft.canvas.subset import AcceleratedSubset, SubsetTarget
+from truedraft.canvas.subset import AcceleratedSubset, SubsetTarget, ranks_of
 from truedraft.errors import Refused
 
 MASK, END = 6, 3
 DRAFTERS = ["marginals", "bigram"]
 
 
-def model_of(vocabulary: int = 17, scale: float = 4, mask: int | None = MASK, **changes: Any) -> Any:
+def model_of(vocabulary: int = 17, scale: float = 15, mask: int | None = MASK, **changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = dict(vocab_size=vocabulary, d_model=32, n_layer=2, n_head=4, d_inner=48, eos_token_id=END, pad_token_id=0)
     model = XLNetLMHeadModel(XLNetConfig(**sizes | changes)).eval()
@@ -136,9 +136,9 @@ def test_without_drafts_each_pass_fixes_one(model: Any) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_samples_have_the_law_of_the_conditionals(drafter: str) -> None:
-    """800 samples of 3 masks over 4 tokens; a true law is rejected with probability 1e-4."""
-    model = model_of(5, scale=5, mask=4, eos_token_id=None)
-    prompt, places, samples = [1, 4, 0, 4, 4, 2], [1, 3, 4], 800
+    """500 samples of 3 masks over 4 tokens; a true law is rejected with probability 1e-4."""
+    model = model_of(5, scale=15, mask=4, eos_token_id=None)
+    prompt, places, samples = [1, 4, 0, 4, 4, 2], [1, 3, 4], 500
     laws = dict[tuple[int, ...], float]()
     for text in product(range(4), repeat=3):
         canvas, chance = list(prompt), 1.0
@@ -158,6 +158,14 @@ def test_samples_have_the_law_of_the_conditionals(drafter: str) -> None:
     pairs = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
     observed, wanted = pairs if pairs[1][-1] > 5 else [np.append(p[:-2], p[-2:].sum()) for p in pairs]
     assert chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-4
+
+
+@torch.no_grad()
+def test_no_query_reads_a_mask_behind_the_draft(model: Any) -> None:
+    target, known = SubsetTarget(model, MASK), [True, False, False, False, True, False]
+    texts = [[1, MASK, token, token, 2, token] for token in (MASK, 9)]
+    first, second = (target.score(text, [0, 1, 2, 3, 0, 4], [8], [1, 2, 3, 5]) for text in texts)
+    assert torch.equal(first, second) and ranks_of(known) == [0, 1, 2, 3, 0, 4]
 
 
 def test_a_draft_that_reads_too_little_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
