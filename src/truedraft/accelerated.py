@@ -25,6 +25,7 @@ from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas.accelerated import AcceleratedCanvas, check_for_canvas
 from truedraft.canvas.layout import Layout, layout_of
 from truedraft.canvas.renoised import AcceleratedRenoise, renoises
+from truedraft.canvas.subset import AcceleratedSubset, reads_subsets
 from truedraft.chance import Chance
 from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
@@ -373,7 +374,8 @@ def accelerate(
         layout: how a diffusion language model reads a canvas; by default as its configuration declares it, or as models
             of its type do. Such models have drafts and rules of their own: `draft` proposes later canvases, `rule` is
             the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
-            (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`).
+            (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`; of any-subset models, which fill
+            masks anywhere, an `AcceleratedSubset`).
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -386,6 +388,9 @@ def accelerate(
         if renoises(model):
             check_for_canvas(ties, control)
             return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore
+        if reads_subsets(model):
+            check_for_canvas(ties, control)
+            return AcceleratedSubset(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore
         if (layout := layout or layout_of(getattr(model, "config", None), tokenizer)) is not None:
             check_for_canvas(ties, control)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout, view)  # type: ignore

@@ -172,7 +172,7 @@ class AcceleratedCanvas(StandIn):
             hooks = Hooks(streamer, on_pass, on_read, on_canvas)
             self._decode(rows, settings, hooks)
             assert inputs is not None
-            return _output(inputs, rows, settings)
+            return output(inputs, rows, settings)
 
     def _decode(self, rows: list[CanvasRow], settings: Settings, hooks: Hooks) -> None:
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
@@ -272,7 +272,8 @@ def _part(given: Any, kind: str, base: type) -> Any:
     raise Refused(f"{argument}={given!r}: give the name of a method for diffusion models (`truedraft methods`)")
 
 
-def _output(inputs: Tensor, rows: list[CanvasRow], settings: Settings) -> Tensor:
+def output(inputs: Tensor, rows: list[CanvasRow], settings: Settings) -> Tensor:
+    """Prompts and the new tokens of their rows, padded at the right."""
     longest = max(len(row.text) for row in rows)
     new = torch.full((len(rows), longest), settings.pad, dtype=inputs.dtype)
     for line, row in zip(new, rows, strict=True):

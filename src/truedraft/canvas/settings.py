@@ -219,8 +219,10 @@ def with_tokens(policy: Any, tokens: int | None) -> Any:
     return changed
 
 
-def prompts_of(inputs: Any, attention_mask: Any, layout: Layout, vocabulary: int) -> list[list[int]]:
+def prompts_of(inputs: Any, attention_mask: Any, layout: Layout | None, vocabulary: int) -> list[list[int]]:
     """The prompts of a call without padding.
+
+    layout: None where prompts may have masks.
 
     Raises:
         Refused: no token ids, an empty prompt, padding within a prompt, or a mask in it.
@@ -241,7 +243,7 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout, vocabulary: int
     for i, row in enumerate(rows):
         if not row:
             raise Refused(f"the prompt of row {i} is empty: give at least one token")
-        if layout.mask in row:
+        if layout is not None and layout.mask in row:
             raise Refused(f"the prompt of row {i} contains the mask token {layout.mask}: only the canvas has masks")
         if not 0 <= min(row) <= max(row) < vocabulary:
             raise Refused(f"the prompt of row {i} has token ids outside the model's vocabulary of {vocabulary}")
