@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import workloads
 from rich.console import Console
 from rich.table import Table
 
 import truedraft
+from heads import workloads
 from truedraft.bench.compare import compare
 from truedraft.bench.sides import truedraft_side
 from truedraft.bench.sizes import SIZES
