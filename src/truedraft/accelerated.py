@@ -36,7 +36,7 @@ from truedraft.errors import Refused
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.standin import StandIn, renewed
-from truedraft.stats import Pass, Report
+from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
 from truedraft.targets.hostable import check_hosted
@@ -75,7 +75,6 @@ class Accelerated(StandIn):
         check_ties(ties, self.target, self.rule)
         self.ties = ties
         fitted(self.drafter, self.target, tokenizer)
-        self._report: Report | None = None
         self._engines: WeakSet[ContinuousEngine] = WeakSet()
         self._complete()
 
@@ -99,16 +98,6 @@ class Accelerated(StandIn):
             f"rule {'greedy, or seeded where it samples' if self.rule is None else name_of(self.rule)}, "
             f"control {name_of(self.control)}; passes by {self.target.runtime}>"
         )
-
-    def report(self) -> Report:
-        """Figures of the last call of `generate`.
-
-        Raises:
-            Refused: there was no call yet.
-        """
-        if self._report is None:
-            raise Refused("there is nothing to report: call generate() first")
-        return self._report
 
     def forget(self) -> None:
         """Drop what drafters have learnt in earlier calls: texts, and acceptance statistics.

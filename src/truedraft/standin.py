@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from truedraft.errors import Refused
+from truedraft.stats import Report
 
 
 class StandIn:
@@ -26,6 +27,7 @@ class StandIn:
     """
 
     model: PreTrainedModel
+    _report: Report | None = None
     _own: frozenset[str] | None = None
 
     def _complete(self) -> None:
@@ -35,6 +37,16 @@ class StandIn:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(vars(self)["model"]) if "model" in vars(self) else type(self)
+
+    def report(self) -> Report:
+        """Figures of the last call of `generate`; `tokens` are the new ones, up to the ends of the texts.
+
+        Raises:
+            Refused: there was no call yet.
+        """
+        if self._report is None:
+            raise Refused("there is nothing to report: call generate() first")
+        return self._report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without drafts."""

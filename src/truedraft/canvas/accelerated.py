@@ -96,7 +96,6 @@ class AcceleratedCanvas(StandIn):
         self.policy.bind(self.target.vocabulary, layout, tokenizer)
         fixed = control == "fixed" or bool(self._lossy)
         self.control: CanvasControl = FixedCanvases() if fixed else CanvasCosts()
-        self._report: Report | None = None
         self._complete()
 
     def __repr__(self) -> str:
@@ -122,16 +121,6 @@ class AcceleratedCanvas(StandIn):
     @property
     def _guarantee(self) -> Guarantee:
         return "none" if self._lossy else self.policy.guarantee
-
-    def report(self) -> Report:
-        """Figures of the last call of `generate`; `tokens` are those known without a gap, up to the end of the text.
-
-        Raises:
-            Refused: there was no call yet.
-        """
-        if self._report is None:
-            raise Refused("there is nothing to report: call generate() first")
-        return self._report
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,

@@ -79,7 +79,6 @@ class AcceleratedRenoise(StandIn):
         check_runtime(runtime)
         self.model, self.tokenizer, self.strict = model, tokenizer, strict
         self.target = RenoiseTarget(model)
-        self._report: Report | None = None
         self._complete()
 
     def __repr__(self) -> str:
@@ -87,16 +86,6 @@ class AcceleratedRenoise(StandIn):
         return (
             f"<{type(self).__name__} {type(self.model).__name__}: {self.model.num_parameters():,} parameters; {rows}>"
         )
-
-    def report(self) -> Report:
-        """Figures of the last call of `generate`; `tokens` are those up to the ends of the texts.
-
-        Raises:
-            Refused: there was no call yet.
-        """
-        if self._report is None:
-            raise Refused("there is nothing to report: call generate() first")
-        return self._report
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,

@@ -134,7 +134,6 @@ class AcceleratedSubset(StandIn):
         self.target = SubsetTarget(model, _checked(model, tokenizer))
         with defaults():
             _check(self.target)
-        self._report: Report | None = None
         self._complete()
 
     def __repr__(self) -> str:
@@ -146,16 +145,6 @@ class AcceleratedSubset(StandIn):
     @property
     def _drafter(self) -> str:
         return "none" if self.method is None else "assd"
-
-    def report(self) -> Report:
-        """Figures of the last call of `generate`; `tokens` are those filled in, up to the ends of the texts.
-
-        Raises:
-            Refused: there was no call yet.
-        """
-        if self._report is None:
-            raise Refused("there is nothing to report: call generate() first")
-        return self._report
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
