@@ -325,7 +325,7 @@ class Rates:
     prior: before any observation, whose weight is `doubt`. memory: weight that an observation keeps at each later one.
     """
 
-    def __init__(self, prior: Sequence[float], doubt: float, memory: float):
+    def __init__(self, prior: Sequence[float], doubt: float = 4.0, memory: float = 0.97):
         self._met, self._of = [rate * doubt for rate in prior], [doubt] * len(prior)
         self._memory = memory
 

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Rates, Speculator
 from truedraft.card import Card, knob
 
-PRIOR, DOUBT, MEMORY = (
-    0.6,
-    4.0,
-    0.97,
-)  # share of right steps before any was observed, its weight, and what is kept of it
+PRIOR = 0.6  # share of right steps before any was observed
 
 
 @dataclass
@@ -33,7 +29,7 @@ class Freedave(Speculator):
     canvases: int = knob(4, 1, 64)  # scored per pass besides the row's own (4 for LLaDA, 8 for Dream and SDAR)
 
     def __post_init__(self) -> None:
-        self._rates = Rates([PRIOR] * self.canvases, DOUBT, MEMORY)  # of steps behind right ones, by place
+        self._rates = Rates([PRIOR] * self.canvases)  # of steps behind right ones, by place
 
     def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
         chain: list[Draft] = []

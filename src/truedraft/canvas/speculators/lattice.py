@@ -26,6 +26,7 @@ Features = tuple[tuple[int, float], ...]  # indices with values
 Guesses = dict[int, list[tuple[int, float]]]  # by masked position: tokens, likeliest first, with log-probabilities
 
 FLOOR = -8.0  # log-probability that stands for a copied token which is none of the likeliest
+COPIED = 3  # place of such a token among the candidates of its position
 LEAST = 0.01  # chance of a step below which it is no candidate
 
 # Indices of features, the first of each kind. Of a token: its log-probability and probability, the log-probability of
@@ -132,12 +133,13 @@ class Lattice(Speculator):
 
     def __post_init__(self) -> None:
         self._weights: dict[str, Weights] = {}  # by policy
+        self._chain = Freedave(self.canvases)  # of policies that fix several positions at a time
 
     def propose(self, row: CanvasRow, policy: Policy, least: float) -> list[Draft]:
         known: Known = row.memory.setdefault(id(self), Known())
         known.nodes.clear()
         if row.predictions is not None and len(policy.choose(row.predictions, row)) != 1:
-            return Freedave(self.canvases).propose(row, policy, least)
+            return self._chain.propose(row, policy, least)
         known.read(row.canvas.tokens, row.canvas.masked(row.block)[0])
         weights = self._weights.setdefault(type(policy).__name__, Weights())
         guesses = _guesses(row.predictions, self.tokens)
@@ -174,6 +176,8 @@ class Lattice(Speculator):
 
     def observe(self, row: CanvasRow, policy: Policy, drafts: Sequence[Draft], path: Sequence[Fixed]) -> None:
         nodes = row.memory[id(self)].nodes
+        if not nodes:
+            self._chain.observe(row, policy, drafts, path)
         for before, after in zip((NOTHING, *path), path, strict=False):
             if (node := nodes.get(before)) is not None:
                 self._weights[type(policy).__name__].learn(node, after - before, self.rate)
@@ -215,12 +219,11 @@ def _options(
         copied, matched, far = copies.get(position, (None, 0, 0))
         copy = [(COPY + (min(matched, 3) - 1 if matched < 6 else 3), 1.0), (FAR, float(far > 0))]
         best = guesses[position][0][1] if position in guesses else FLOOR
-        candidates = guesses.get(position, [])
-        if copied is not None and all(token != copied for token, _ in candidates):
-            candidates = [*candidates, (copied, FLOOR)]
-        for place, (token, log) in enumerate(candidates):
+        candidates = [(token, log, place) for place, (token, log) in enumerate(guesses.get(position, []))]
+        if copied is not None and all(token != copied for token, _, _ in candidates):
+            candidates.append((copied, FLOOR, COPIED))
+        for token, log, place in candidates:
             of_copy = [] if copied is None else copy if token == copied else [(OTHER, 1.0)]
-            place = 3 if log == FLOOR else place
             features = ((LOG, log), (PROBABILITY, exp(log)), (BEST, best), (PLACE + place, 1.0), *at, *of_copy)
             options[frozenset({(position, token)})] = features
     return options

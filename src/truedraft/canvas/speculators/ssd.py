@@ -18,7 +18,7 @@ from itertools import count
 from truedraft.canvas._base import OWN, CanvasRow, Draft, Fixed, Policy, Predictions, Rates, Speculator
 from truedraft.card import Card, knob
 
-PRIOR, DOUBT, MEMORY = 0.6, 4.0, 0.97  # share of first ones before any was observed, its weight, and what is kept of it
+PRIOR = 0.6  # share of the steps that are the first of the predictions before, before any was observed
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Ssd(Speculator):
     def _ranks(self, row: CanvasRow) -> Rates:
         """How often the step of a row was the first, second ... of the predictions before it."""
         prior = [PRIOR * (1 - PRIOR) ** rank for rank in range(self.orders)]
-        return row.memory.setdefault(id(self), Rates(prior, DOUBT, MEMORY))
+        return row.memory.setdefault(id(self), Rates(prior))
 
     def _steps(self, left: Predictions, row: CanvasRow, policy: Policy) -> list[Fixed]:
         """What the next step may fix, in the order of its ranks."""
