@@ -167,7 +167,8 @@ class AcceleratedCanvas(StandIn):
         policy, watch = with_tokens(self.policy, settings.tokens), Stopwatch()
         self.target.layout, self.target.causal_cache = settings.layout, policy.causal_cache
         self._report = report = self._new_report(watch)
-        watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
+        if self.speculator is not None:
+            watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)
         engine = CanvasEngine(self.target, policy, self.speculator, self.control)
         engine.time(watch)
@@ -189,10 +190,11 @@ class AcceleratedCanvas(StandIn):
         return getattr(self.speculator or self.policy, "canvases", MOST if self.speculator else 0)
 
     def engine(self, max_rows: int, max_tokens: int, *_: Any) -> ContinuousCanvas:
-        """A running batch of requests; see `ContinuousCanvas`. Its prompts are read whole, and no prefixes are kept."""
+        """A running batch of requests, with a control of its own; see `ContinuousCanvas`. Its prompts are read whole,
+        and no prefixes are kept."""
         target = hosted_canvas(self.model, *self._hosting)
         return ContinuousCanvas(
-            target, self.policy, self.speculator, self.control, self.tokenizer, self._new_report, max_rows, max_tokens,
+            target, self.policy, self.speculator, type(self.control)(), self.tokenizer, self._new_report, max_rows, max_tokens,
             self._canvases,
         )  # fmt: skip
 

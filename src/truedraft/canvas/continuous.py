@@ -75,7 +75,8 @@ class ContinuousCanvas:
     ):  # fmt: skip
         self.target, self.max_rows, self.max_tokens = target, max_rows, max_tokens
         self._tokenizer, self._new_report, self._watch = tokenizer, new_report, Stopwatch()
-        control.open(target, max_tokens)
+        if speculator is not None:
+            control.open(target, max_tokens)
         target.causal_cache = policy.causal_cache
         block = target.layout.block
         target.reserve(max_rows, (max_tokens // block + 1) * block, canvases)
