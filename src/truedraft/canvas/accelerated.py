@@ -194,8 +194,8 @@ class AcceleratedCanvas(StandIn):
         and no prefixes are kept."""
         target = hosted_canvas(self.model, *self._hosting)
         return ContinuousCanvas(
-            target, self.policy, self.speculator, type(self.control)(), self.tokenizer, self._new_report, max_rows, max_tokens,
-            self._canvases,
+            target, self.policy, self.speculator, type(self.control)(), self.tokenizer, self._new_report, max_rows,
+            max_tokens, self._canvases,
         )  # fmt: skip
 
     @property

@@ -69,8 +69,27 @@ def _made(model: Any, layout: Layout, runtime: str, unmasked: bool, view: Canvas
     return WholeTarget(model, layout, runtime, unmasked)
 
 
-def _tolerance(model: Any) -> float:
-    return TOLERANCE[model.dtype in (torch.float32, torch.float64)]
+def check_logits(model: Any, found: Tensor, expected: Tensor, what: str) -> None:
+    """Compare (n, V) logits of a pass with those of the model's plain forwards.
+
+    what: is compared with what, for the message.
+
+    Raises:
+        Refused: they are further apart than rounding explains.
+    """
+    difference = float(((found - expected).abs().amax(-1) / expected.std(-1).mean().clamp_min(1e-6)).max())
+    allowed = TOLERANCE[model.dtype in (torch.float32, torch.float64)]
+    if not difference <= allowed:
+        raise Refused(
+            f"{type(model).__name__} cannot be hosted exactly: {what} by {difference:.2g} standard deviations of the "
+            f"logits (allowed {allowed})"
+        )
+
+
+def failed_pass(model: Any, error: Exception) -> Refused:
+    """The refusal of a model whose forward raised an error."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return Refused(f"{type(model).__name__} cannot be hosted: a pass fails ({reason[:300]})")
 
 
 def _attends_unmasked(model: Any, layout: Layout) -> bool:
@@ -118,18 +137,12 @@ def _check(target: CanvasTarget, unmasked: bool) -> None:
         if isinstance(target, CachedTarget):  # once more, over what was stored
             found = target.score([[target.part(row, row.block)]])[0]
     except RuntimeError as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Refused(f"{type(target.model).__name__} cannot be hosted: a pass fails ({reason[:300]})") from error
+        raise failed_pass(target.model, error) from error
     finally:
         target.layout = layout
         target.free()
     expected = torch.cat([_plain(target.model, row, draft, short, unmasked) for draft in drafts])
-    difference = float(((found - expected).abs().amax(-1) / expected.std(-1).mean().clamp_min(1e-6)).max())
-    if not difference <= _tolerance(target.model):
-        raise Refused(
-            f"{type(target.model).__name__} cannot be hosted exactly: a pass over several canvases differs from its "
-            f"plain forward by {difference:.2g} standard deviations of the logits (allowed {_tolerance(target.model)})"
-        )
+    check_logits(target.model, found, expected, "a pass over several canvases differs from its plain forward")
 
 
 def _plain(model: Any, row: CanvasRow, draft: Draft, layout: Layout, unmasked: bool) -> Tensor:

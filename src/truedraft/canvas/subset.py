@@ -17,7 +17,7 @@ from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas._base import Canvas, CanvasRow
 from truedraft.canvas.accelerated import Hooks, output
 from truedraft.canvas.assd import Assd
-from truedraft.canvas.hosting import TOLERANCE
+from truedraft.canvas.hosting import check_logits, failed_pass
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
@@ -269,7 +269,6 @@ def _checked(model: Any, tokenizer: Any) -> int:
 @torch.no_grad()
 def _check(target: SubsetTarget) -> None:
     """Compare one pass over a draft with passes over one position each; raises Refused where they differ."""
-    name = type(target.model).__name__
     words = [token for token in range(min(target.vocabulary, 16)) if token != target.mask]
     known = [False, True, True, False, False, True, False, False]
     canvas = [words[i % len(words)] if given else target.mask for i, given in enumerate(known)]
@@ -278,17 +277,10 @@ def _check(target: SubsetTarget) -> None:
         filled, expected = one_at_a_time(target, canvas, known, Chooser([]))  # type: ignore[arg-type]
         found = target.score(canvas, ranks, [filled[i] for i in masks[:-1]], masks)
     except (RuntimeError, ValueError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Refused(f"{name} cannot be hosted: a pass fails ({reason[:300]})") from error
+        raise failed_pass(target.model, error) from error
     kept = [token for token in range(target.vocabulary) if token != target.mask]
-    found, expected = found[:, kept], expected[:, kept]
-    difference = float(((found - expected).abs().amax(-1) / expected.std(-1).mean().clamp_min(1e-6)).max())
-    allowed = TOLERANCE[target.model.dtype in (torch.float32, torch.float64)]
-    if not difference <= allowed:
-        raise Refused(
-            f"{name} cannot be hosted exactly: a pass over a draft differs from passes over single positions by "
-            f"{difference:.2g} standard deviations of the logits (allowed {allowed})"
-        )
+    what = "a pass over a draft differs from passes over single positions"
+    check_logits(target.model, found[:, kept], expected[:, kept], what)
 
 
 def _settings(model: Any, mask: int, prompt: int, given: Mapping[str, Any]) -> Settings:
