@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ import truedraft
 from heads import workloads
 from truedraft.bench.compare import compare
 from truedraft.bench.sides import truedraft_side
-from truedraft.bench.sizes import SIZES
+from truedraft.bench.sizes import size_of
 from truedraft.bench.stretched import stretched
+from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
 
@@ -80,13 +80,14 @@ def main() -> None:
     shown(console, "nano: drafts of equal size", figures)
     found["equal"] = figures
     for size in args.sizes:
-        layers, hidden = (None, None) if size == AS_IS else SIZES["nano"][size]
-        model = small if layers is None else stretched(small, layers=layers, hidden=hidden)
+        model = small
+        if size != AS_IS:
+            layers, hidden = size_of(size, "nano")
+            model = stretched(small, layers=layers, hidden=hidden)
         found[size] = measured(model, tokenizer, {"by costs": DRAFTS}, "cost", args)
         shown(console, f"nano, {size}: by costs", found[size])
     if args.json:
-        machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        write_whole(args.json, json.dumps({"machine": machine, **found}, indent=1) + "\n")
+        write_whole(args.json, json.dumps({"machine": machine(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -97,14 +97,14 @@ def test_right_predictions_are_accepted(name: str, monkeypatch: pytest.MonkeyPat
     inputs = ragged(model, 1)
     answer = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0].tolist()
 
-    def told(reader: MaskReader, rows: Sequence[Any], counts: Sequence[int]) -> Tensor:
+    def true_text(reader: MaskReader, rows: Sequence[Any], counts: Sequence[int]) -> Tensor:
         logits = torch.zeros(len(rows), max(counts), V)
         for row, line in zip(rows, logits, strict=True):
             for i, token in enumerate(answer[len(row.tokens) :][: len(line)]):
                 line[i, token] = 50.0
         return logits
 
-    monkeypatch.setattr(MaskReader, "filled", told)
+    monkeypatch.setattr(MaskReader, "filled", true_text)
     fast = drafting(name, model, depth=9, **({"shortest": 9} if name.startswith("diffuspec") else {}))
     assert fast.generate(**inputs, max_new_tokens=40, do_sample=False)[0].tolist() == answer
     assert len(fast.report().passes) == 1 + 4, "nine tokens and one more in a pass"

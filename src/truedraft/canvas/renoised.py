@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas.renoise import Denoiser, Settings, Step
-from truedraft.canvas.settings import seed_of
+from truedraft.canvas.settings import check_inputs, seed_of
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Emission, Pass, Report
@@ -216,12 +216,7 @@ def _settings_of(model: Any, target: RenoiseTarget, prompt: int, given: Mapping[
 
 def _mask_of(inputs: Any, mask: Any, vocabulary: int) -> Tensor:
     """(B, L) bool: which tokens of the prompts are no padding; raises Refused where they are no prompts."""
-    if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point() or not inputs.numel():
-        raise Refused("inputs: give (batch, length) token ids of at least one token, a tensor")
+    check_inputs(inputs, mask)
     if not 0 <= int(inputs.min()) <= int(inputs.max()) < vocabulary:
         raise Refused(f"inputs: there are token ids outside the model's vocabulary of {vocabulary}")
-    if mask is None:
-        return torch.ones_like(inputs, dtype=torch.bool)
-    if mask.shape != inputs.shape:
-        raise Refused(f"attention_mask has shape {tuple(mask.shape)}, the inputs {tuple(inputs.shape)}")
-    return mask.bool()
+    return torch.ones_like(inputs, dtype=torch.bool) if mask is None else mask.bool()

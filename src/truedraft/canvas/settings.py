@@ -219,6 +219,19 @@ def with_tokens(policy: Any, tokens: int | None) -> Any:
     return changed
 
 
+def check_inputs(inputs: Any, attention_mask: Any) -> None:
+    """Raises Refused for what is no batch of token ids, with a mask of its shape or None."""
+    whole = isinstance(inputs, Tensor) and inputs.dtype in (torch.int64, torch.int32)
+    if not whole or inputs.dim() != 2 or not inputs.numel():
+        raise Refused("inputs: give (batch, length) token ids of at least one token, a tensor")
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise Refused(f"attention_mask={shown(attention_mask)}: give a tensor")
+    if attention_mask.shape != inputs.shape:
+        raise Refused(f"attention_mask has shape {tuple(attention_mask.shape)}, the inputs {tuple(inputs.shape)}")
+
+
 def prompts_of(inputs: Any, attention_mask: Any, layout: Layout | None, vocabulary: int) -> list[list[int]]:
     """The prompts of a call without padding.
 
@@ -227,15 +240,9 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout | None, vocabula
     Raises:
         Refused: no token ids, an empty prompt, padding within a prompt, or a mask in it.
     """
-    whole = isinstance(inputs, Tensor) and inputs.dtype in (torch.int64, torch.int32)
-    if not whole or inputs.dim() != 2 or not inputs.numel():
-        raise Refused("inputs: give (batch, length) token ids of at least one token, a tensor")
+    check_inputs(inputs, attention_mask)
     rows = inputs.tolist()
     if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor):
-            raise Refused(f"attention_mask={shown(attention_mask)}: give a tensor")
-        if attention_mask.shape != inputs.shape:
-            raise Refused(f"attention_mask has shape {tuple(attention_mask.shape)}, the inputs {tuple(inputs.shape)}")
         lines = attention_mask.bool().tolist()
         if any(line != sorted(line) for line in lines):
             raise Refused("attention_mask: padding must stand before the prompts: set padding_side='left'")

@@ -71,13 +71,13 @@ def traces_of(model: Any, layout: Layout, prompts: Sequence[Sequence[int]], new:
         new: most new tokens of a text.
     """
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    rule: Any = _Recorder(reference)
+    fast: Any = accelerate(model, draft=None, rule=rule, layout=layout)
     for prompt in prompts:
-        recorder, rows = _Recorder(reference), list[CanvasRow]()
-        rule: Any = recorder
-        fast: Any = accelerate(model, draft=None, rule=rule, layout=layout)
+        rows = list[CanvasRow]()
         fast.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False, on_canvas=rows.extend)
         text = rows[-1].canvas.tokens
-        steps += [_step(predictions, text, layout.block) for predictions in recorder.found[0]]
+        steps += [_step(predictions, text, layout.block) for predictions in rule.found.pop(0)]
     return Traces(*map(torch.stack, zip(*steps, strict=True)))
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import FIELD, Layout, layout_of
 from truedraft.canvas.targets import CanvasTarget, Variant
-from truedraft.drafters.models._reader import sized
+from truedraft.drafters.models._reader import check_device, sized
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Row
@@ -71,10 +71,7 @@ class MaskReader:
             Refused: it is no diffusion model, does not attend as its layout names it, or is on another device.
         """
         self._host()
-        if self.target.device != target.device:
-            raise Refused(
-                f"the draft model is on {self.target.device}, the model on {target.device}: move one to the other"
-            )
+        check_device(self.target.device, target)
         self._vocabulary = target.vocabulary
 
     def _host(self) -> None:

@@ -39,6 +39,12 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
     return model, None
 
 
+def check_device(device: torch.device, target: Target) -> None:
+    """Raises Refused where a draft model is not on the target's device."""
+    if device != target.device:
+        raise Refused(f"the draft model is on {device}, the model on {target.device}: move one to the other")
+
+
 class Reader:
     """A draft model with a KV cache of its own, a slot per row, as a `LevelReader`; a row may be admitted to it later
     than to the target.
@@ -89,10 +95,7 @@ class Reader:
                 f"give {other} as the draft model"
             )
         self._host()
-        if self.target.device != target.device:
-            raise Refused(
-                f"the draft model is on {self.target.device}, the model on {target.device}: move one to the other"
-            )
+        check_device(self.target.device, target)
         self._vocabulary = target.vocabulary
 
     def _host(self) -> None:
