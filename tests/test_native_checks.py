@@ -79,18 +79,24 @@ def arguments(kind: str, *under: View) -> tuple[Any, ...]:
     target = Seq2SeqTarget(model) if kind in ("bart", "t5") else decoder(model)
     target.reserve(2, 24)
     target.prefill([target.prompt(torch.tensor([5, 6, 7])), target.prompt(torch.tensor([8, 9]))])
+    tree = DraftTree((7, 3, 4, 5, 6), (-1, 0, 0, 1, 2))
+    return taken_from(target, [tree, DraftTree.chain(9, [4, 5])], *under)
+
+
+def taken_from(target: Any, trees: list[DraftTree], *under: View) -> tuple[Any, ...]:
+    """The arguments of the pass that scores trees, with what keeps the memory that they point at: the exception whose
+    traceback holds the pass's frames, and the target."""
     runner: Any = target.runner
     own = runner._run
 
     def taken(*given: Any) -> int:
         runner._run = own
-        raise Taken(*given, target)
+        raise Taken(*given)
 
     runner._run = taken
-    tree = DraftTree((7, 3, 4, 5, 6), (-1, 0, 0, 1, 2))
     with pytest.raises(Taken) as found:
-        target.score([tree, DraftTree.chain(9, [4, 5])], *under)
-    return found.value.args
+        target.score(trees, *under)
+    return (*found.value.args, (found, target))
 
 
 def changed(given: PassArguments, **fields: Any) -> PassArguments:
@@ -119,7 +125,7 @@ def with_entry(values: list[int]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
-    ops, count, given, share, threads, _target = arguments(kind)
+    ops, count, given, share, threads, _kept = arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     assert run(ops, count, given, share, threads) == 0
     n = given.nodes
@@ -150,7 +156,7 @@ SPARING = FfnSkipLlm("0-1", similarity=0.9)
     "kind", [*KINDS, "lfm3", "qwen3_next", "granitemoehybrid", "jamba", "recurrent_gemma", SPARING]
 )
 def test_invalid_fields_of_an_operation_are_refused(kind: Any) -> None:
-    ops, count, given, share, threads, _target = arguments("llama", kind) if kind is SPARING else arguments(kind)
+    ops, count, given, share, threads, _kept = arguments("llama", kind) if kind is SPARING else arguments(kind)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     for at in range(count):
         for name in READ[OpKind(ops[at].kind)]:
@@ -165,7 +171,7 @@ def test_invalid_fields_of_an_operation_are_refused(kind: Any) -> None:
 
 
 def test_what_nodes_skip_is_given_with_the_operations_that_read_it() -> None:
-    ops, count, given, share, threads, _target = arguments("llama", SPARING)
+    ops, count, given, share, threads, _kept = arguments("llama", SPARING)
     run: Any = native.library().truedraft_pass  # type: ignore[union-attr]
     assert any(op.spared for op in ops) and run(ops, count, given, share, threads) == 0
     assert run(ops, count, changed(given, sparing=0), share, threads) == Failure.OP

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 import truedraft
 from models import tiny
 from nets import RULES
-from test_native_checks import array, changed, read
+from test_native_checks import array, changed, read, taken_from
 from test_runtime import random_tree, words
 from test_views import COMPILED, begun, check_same_bits, check_unaffected, cut, deep, error
 from truedraft import DraftTree, Refused
@@ -248,10 +248,8 @@ def test_there_are_no_copies_before_a_chunk_is_due() -> None:
 def test_invalid_arguments_of_a_pass_are_refused() -> None:
     """Counts of rounded places that nodes do not see, or of parts of a chunk; operations without scales."""
     target: Any = begun(DecoderTarget(tiny("llama", torch.float32)), [words(random.Random(1), 300)], 400)
-    own, calls = target.runner._run, []
-    target.runner._run = lambda *given: calls.append(given) or own(*given)
-    target.score([DraftTree.chain(7, [8])], QuantizedKv(recent=RECENT))
-    ops, count, given, share, threads = calls[0]
+    own = target.runner._run
+    ops, count, given, share, threads, _kept = taken_from(target, [DraftTree.chain(7, [8])], QuantizedKv(recent=RECENT))
     assert read(given, "rounded", 1) == [256] and own(ops, count, given, share, threads) == 0
     for wrong in (-128, 129, 384, 2**40):
         assert own(ops, count, changed(given, rounded=array([wrong])), share, threads) == Failure.NODES
