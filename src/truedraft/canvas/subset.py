@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft import registry
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas._base import Canvas, CanvasRow
-from truedraft.canvas.accelerated import Hooks, output
-from truedraft.canvas.assd import Assd
+from truedraft.canvas.accelerated import Hooks, output, part
 from truedraft.canvas.hosting import check_logits, failed_pass
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
+from truedraft.canvas.subsets._base import SubsetDrafter
+from truedraft.card import method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Emission, Pass, Report
@@ -28,6 +28,7 @@ from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hostable import check_runtime
 
 READS = {"perm_mask", "target_mapping"}  # arguments of the forward of such a model
+DRAFTER = "assd"
 STEP = 0  # whose noise all positions have: one position is chosen once
 
 
@@ -130,7 +131,10 @@ class AcceleratedSubset(StandIn):
         check_runtime(runtime)
         if strict:
             raise Refused(f"strict=True: passes are the forward of {name}, which rounds by their width; leave it out")
-        self.model, self.tokenizer, self.method = model, tokenizer, _method(draft, name)
+        self.model, self.tokenizer = model, tokenizer
+        self.method: SubsetDrafter | None = None
+        if draft is not None and draft != "none":
+            self.method = part(DRAFTER if draft == "auto" else draft, "canvas.subsets", SubsetDrafter)
         self.target = SubsetTarget(model, _checked(model, tokenizer))
         with defaults():
             _check(self.target)
@@ -144,7 +148,7 @@ class AcceleratedSubset(StandIn):
 
     @property
     def _drafter(self) -> str:
-        return "none" if self.method is None else "assd"
+        return "none" if self.method is None else method_name(self.method)
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
@@ -215,11 +219,13 @@ class AcceleratedSubset(StandIn):
         return copied
 
 
-def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, chooser: Chooser) -> Iterator[Pass]:
+def fill(
+    row: CanvasRow, score: Callable[..., Tensor], method: SubsetDrafter | None, chooser: Chooser
+) -> Iterator[Pass]:
     """Fill the masks of a row up to the end of its text; yields each pass."""
     canvas, ranks, chosen = row.canvas, ranks_of(row.canvas.known), dict[int, int]()
     while not row.ended and (masks := canvas.masked(row.block)):
-        draft = [] if method is None else method.draft(canvas, masks, chosen)
+        draft = [] if method is None else method.draft(canvas, masks, chosen)[: len(masks)]
         queries = masks[: len(draft) + 1 + (0 if method is None else method.ahead)]
         logits = score(canvas.tokens, ranks, draft, queries)
         [found] = chooser.predictions(logits, row.index, [STEP], [queries], [row.block])
@@ -232,18 +238,6 @@ def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, choo
         inside = tuple(canvas.tokens[i] for i in fixed if i < row.prompt)
         emitted = inside + row.emit()
         yield Pass(len(queries), (Emission(row.index, emitted, min(agreed, len(emitted)), len(draft)),))
-
-
-def _method(draft: Any, name: str) -> Assd | None:
-    """What drafts; raises Refused for what cannot, for an any-subset model."""
-    if draft is None or draft == "none":
-        return None
-    if isinstance(draft, Assd):
-        return draft
-    method, knobs = registry.parsed("assd" if draft == "auto" else draft) if isinstance(draft, str) else ("", {})
-    if method != "assd":
-        raise Refused(f"draft={draft!r} cannot draft for {name}, an any-subset model: give 'assd' or None")
-    return registry.built(Assd, "assd", draft, knobs)
 
 
 def _checked(model: Any, tokenizer: Any) -> int:
