@@ -226,7 +226,7 @@ class AcceleratedCanvas(StandIn):
 def check_for_canvas(ties: str, control: Any) -> None:
     """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
     if ties != "keep":
-        raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
+        raise Refused(f"ties={ties!r} is for autoregressive models: leave it out")
     if control not in ("cost", "fixed"):
         raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
 

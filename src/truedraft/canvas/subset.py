@@ -50,7 +50,7 @@ class SubsetTarget:
     """
 
     reads_sources = False
-    hard_limit = None
+    context = hard_limit = None
     runtime = "transformers forward"
 
     def __init__(self, model: Any, mask: int):
@@ -153,7 +153,7 @@ class AcceleratedSubset(StandIn):
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
         on_pass: Callable[[Pass], None] | None = None, on_read: Callable[[int, int], None] | None = None,
-        on_canvas: Callable[[list[CanvasRow]], None] | None = None, **given: Any,
+        on_canvas: Callable[[list[CanvasRow]], None] | None = None, references: Any = None, **given: Any,
     ) -> Tensor:  # fmt: skip
         """The text of filling one masked position after another, from left to right, in fewer passes.
 
@@ -176,6 +176,8 @@ class AcceleratedSubset(StandIn):
         inputs = given.pop("input_ids", None) if inputs is None else inputs
         with exclusive([self]), defaults(), torch.no_grad():
             self._report = None
+            if references is not None:
+                raise Refused("references are for autoregressive models: leave them out for an any-subset model")
             _checked(self.model, self.tokenizer)
             prompts = prompts_of(inputs, attention_mask, None, self.target.vocabulary)
             settings = _settings(self.model, self.target.mask, max(map(len, prompts)), given)
@@ -271,7 +273,9 @@ def _check(target: SubsetTarget) -> None:
         filled, expected = one_at_a_time(target, canvas, known, Chooser([]))  # type: ignore[arg-type]
         found = target.score(canvas, ranks, [filled[i] for i in masks[:-1]], masks)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise failed_pass(target.model, error) from error
+        plain = {weight.dtype for weight in target.model.parameters()} == {torch.float32}
+        hint = "" if plain else ": load it in float32 (--dtype float32)"
+        raise Refused(f"{failed_pass(target.model, error)}{hint}") from error
     kept = [token for token in range(target.vocabulary) if token != target.mask]
     what = "a pass over a draft differs from passes over single positions"
     check_logits(target.model, found[:, kept], expected[:, kept], what)
@@ -279,7 +283,7 @@ def _check(target: SubsetTarget) -> None:
 
 def _settings(model: Any, mask: int, prompt: int, given: Mapping[str, Any]) -> Settings:
     """The settings of a call; raises Refused as `settings_of`, and for what any-subset models do not have."""
-    for name in ("block_length", "steps", "stop_strings", "references"):
+    for name in ("block_length", "steps", "stop_strings"):
         if given.get(name) is not None:
             raise Refused(f"{name}={given[name]!r} is not supported for any-subset models: leave it out")
     none = given.get("max_new_tokens") == 0 and not isinstance(given["max_new_tokens"], bool)
