@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 
 import truedraft
 from truedraft import Refused
+from truedraft.loading import kind_by
 from truedraft.targets.quirks import STATES_OUTSIDE
 
 V = 97
@@ -96,6 +97,18 @@ FURTHER: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 4}},
     "hunyuan_vl": {"text_config": {"head_dim": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+}
+
+# Outcome -> heading of its section on the page, and lines below it.
+SECTIONS: dict[str, tuple[str, list[str]]] = {
+    "compiled": ("By the compiled pass", []),
+    "own forward": ("By the model's own forward", []),
+    "another way": (
+        "Not from left to right",
+        ["Diffusion and any-subset models: see [canvas.md](canvas.md).", ""],
+    ),
+    "refused": ("Refused", []),
+    "not built": ("Not built, so not known", []),
 }
 
 # Further inputs that some model types need.
@@ -193,13 +206,15 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], sample: bool) -> tor
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
-    """The outcome of a class: "compiled" or "own forward", with the limit of its prompts or ""; ("refused", why); or
-    ("not built", why).
+    """The outcome of a class: "compiled" or "own forward", with the limit of its prompts or ""; ("another way", "") of
+    diffusion and any-subset models, which are not built here; ("refused", why); or ("not built", why).
 
     Raises:
         AssertionError: other tokens than those of the model's own `generate`.
         Exception: anything but a refusal.
     """
+    if kind_by({"model_type": kind}) != "text":
+        return "another way", ""
     try:
         model = built(kind, name)
     except Exception as error:
@@ -232,17 +247,12 @@ def page(found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
         "is refused, and the other way round. Where padding changes a model's text, only prompts without it are",
         "hosted.",
     ]
-    for title, expected in (
-        ("By the compiled pass", "compiled"),
-        ("By the model's own forward", "own forward"),
-        ("Refused", "refused"),
-        ("Not built, so not known", "not built"),
-    ):
+    for expected, (title, about) in SECTIONS.items():
         reasons: dict[str, list[str]] = {}
         for (kind, name), (outcome, why) in found.items():
             if outcome == expected:
                 reasons.setdefault(_general(why), []).append(f"{name} (`{kind}`)")
-        lines += ["", f"## {title} ({sum(map(len, reasons.values()))})", ""]
+        lines += ["", f"## {title} ({sum(map(len, reasons.values()))})", "", *about]
         for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
             lines.append(f"- {why}: {', '.join(names)}." if why else f"{', '.join(names)}.")
     return "\n".join(lines) + "\n"
@@ -256,7 +266,7 @@ def _general(why: str) -> str:
 
 def stated(text: str) -> dict[tuple[str, str], str]:
     """The outcome that the page gives each class."""
-    sections = dict(zip(("compiled", "own forward", "refused", "not built"), text.split("\n## ")[1:], strict=True))
+    sections = dict(zip(SECTIONS, text.split("\n## ")[1:], strict=True))
     return {
         (kind, name): outcome
         for outcome, section in sections.items()

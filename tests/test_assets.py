@@ -21,10 +21,10 @@ from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.reference import step_by_step
 from truedraft.cli._models import load
 from truedraft.cli.demo import cases
-from truedraft.loading import fills_canvases
+from truedraft.loading import kind_of
 
 READERS = [n for n in assets.names() if '"is_encoder_decoder": true' in (assets.path(n) / "config.json").read_text()]
-DIFFUSING = [name for name in assets.names() if fills_canvases(assets.path(name))]
+DIFFUSING = [name for name in assets.names() if kind_of(assets.path(name)) == "canvas"]
 MODELS = [name for name in assets.names() if name not in READERS + DIFFUSING]
 
 
@@ -48,7 +48,7 @@ def test_embedded_heads_are_small_and_have_cards() -> None:
 @pytest.mark.parametrize("name", DIFFUSING)
 def test_several_canvases_change_no_token(name: str, block: int) -> None:
     """Of stories and an edit, in a batch, against plain forwards over the whole text."""
-    model, tokenizer = load(name, canvases=True)
+    model, tokenizer = load(name, runs=("text", "canvas"))
     texts = [case.text for case in cases(None, None, None)][:2] + ["one day"]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     layout = Layout(**model.config.canvas_config).of_length(block)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,21 @@ from scipy.stats import chisquare
 from transformers import XLNetConfig, XLNetForTokenClassification, XLNetLMHeadModel
 
 import truedraft
-from truedraft.canvas.assd import Assd
+from test_contributing import clear_registry
+from truedraft import registry
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.subset import AcceleratedSubset, SubsetTarget, ranks_of
+from truedraft.canvas.subsets.assd import Assd
 from truedraft.errors import Refused
 
 MASK, END = 6, 3
-DRAFTERS = ["marginals", "bigram"]
+DRAFTERS = [*registry.names("canvas.subsets"), *registry.presets("canvas.subsets")]
+
+
+def sizes_of(drafter: str) -> list[str]:
+    """Specs of a drafter for drafts of several sizes, where it has `k`."""
+    knobs = inspect.signature(type(registry.load("canvas.subsets", drafter))).parameters
+    return [f"{drafter}:k={k}" for k in range(1, 7)] if "k" in knobs else [drafter]
 
 
 def model_of(vocabulary: int = 17, scale: float = 15, mask: int | None = MASK, **changes: Any) -> Any:
@@ -85,11 +95,10 @@ def prompt_of(draw: random.Random, vocabulary: int = 17) -> list[int]:
     return prompt
 
 
-@pytest.mark.parametrize("k", range(1, 7))
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_text_is_that_of_one_position_per_call(model: Any, drafter: str, k: int) -> None:
-    draw, calls = random.Random(f"{drafter}{k}"), list[int]()
-    fast: Any = truedraft.accelerate(model, draft=f"assd:k={k},drafter={drafter}")
+@pytest.mark.parametrize("spec", [spec for drafter in DRAFTERS for spec in sizes_of(drafter)])
+def test_the_text_is_that_of_one_position_per_call(model: Any, spec: str) -> None:
+    draw, calls = random.Random(spec), list[int]()
+    fast: Any = truedraft.accelerate(model, draft=spec)
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     for seed in range(12):
         prompt, new = prompt_of(draw), draw.randint(0, 8)
@@ -100,7 +109,7 @@ def test_the_text_is_that_of_one_position_per_call(model: Any, drafter: str, k: 
         assert found.tolist() == [expected]
         report = fast.report()
         assert len(calls) == len(report.passes) <= filled == report.tokens
-        assert all(one.emitted[0].offered <= k for one in report.passes)
+        assert all(one.emitted[0].offered <= getattr(fast.method, "k", filled) for one in report.passes)
     hook.remove()
 
 
@@ -108,7 +117,7 @@ def test_the_text_is_that_of_one_position_per_call(model: Any, drafter: str, k: 
 def test_drafts_are_accepted(drafter: str) -> None:
     """Where positions depend little on each other, or tokens repeat, most passes fix several."""
     model = model_of(scale=1)
-    fast: Any = truedraft.accelerate(model, draft=f"assd:drafter={drafter}")
+    fast: Any = truedraft.accelerate(model, draft=drafter)
     prompt = [1, 2, *[MASK] * 12, 1, 2]
     expected, filled = by_hand(model, prompt, 4)
     assert fast.generate(torch.tensor([prompt]), max_new_tokens=4).tolist() == [expected]
@@ -148,7 +157,7 @@ def test_samples_have_the_law_of_the_conditionals(drafter: str) -> None:
             canvas[place] = token
         laws[text] = chance
     assert abs(sum(laws.values()) - 1) < 1e-5
-    fast: Any = truedraft.accelerate(model, draft=f"assd:k=3,drafter={drafter}")
+    fast: Any = truedraft.accelerate(model, draft=drafter)
     settings = dict(max_new_tokens=0, do_sample=True, seed=1, num_return_sequences=samples)
     found = fast.generate(torch.tensor([prompt]), **settings)[:, places].tolist()
     counts = np.array([found.count(list(text)) for text in laws])
@@ -186,7 +195,8 @@ def test_a_draft_that_reads_too_little_is_found(model: Any, monkeypatch: pytest.
         ({"layout": 3}, "layout=3 is not for XLNet"),
         ({"control": "gamma"}, "control='gamma'"),
         ({"strict": True}, "strict=True"),
-        ({"draft": "freedave"}, "give 'assd' or None"),
+        ({"draft": "freedave"}, "there is no drafter of any-subset models 'freedave'"),
+        ({"draft": 3}, "draft=3: give the name of a drafter of any-subset models"),
         ({"draft": "assd:k=0"}, "assd:k=0: give a whole number, 1 to 64"),
         ({"draft": "assd:drafter=trigram"}, "give one of marginals, bigram"),
         ({"draft": "assd:size=3"}, "assd has no knob 'size'"),
@@ -230,6 +240,43 @@ def test_models_that_are_refused(model: Any) -> None:
     ):
         with pytest.raises(Refused, match=why):
             AcceleratedSubset(given)
+
+
+FOREIGN = """
+from dataclasses import dataclass
+
+from truedraft.canvas.subsets._base import SubsetDrafter
+from truedraft.card import Card, knob
+
+
+@dataclass
+class Repeating(SubsetDrafter):
+    card = Card(paper="none", idea="Repeat one token.", family="chain")
+    token: int = knob(1, 0, 16)  # that is drafted
+
+    def draft(self, canvas, masks, chosen):
+        return [self.token] * (len(masks) + 2)
+"""
+
+
+def test_a_drafter_of_another_package(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts by its name, also more tokens than there are masks."""
+    (tmp_path / "repeating.py").write_text(FOREIGN)
+    metadata = tmp_path / "repeating-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: repeating\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[truedraft.canvas.subsets]\nrepeating = repeating:Repeating\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clear_registry()
+    prompt = [1, MASK, MASK, 4, MASK]
+    expected, filled = by_hand(model, prompt, 3)
+    fast: Any = truedraft.accelerate(model, draft=f"repeating:token={expected[1]}")
+    monkeypatch.undo()
+    clear_registry()
+    assert fast.generate(torch.tensor([prompt]), max_new_tokens=3).tolist() == [expected]
+    report = fast.report()
+    assert report.drafter == "repeating" and report.passes[0].emitted[0].offered == 6
+    assert len(report.passes) < filled == report.tokens
 
 
 def test_the_proxy(model: Any) -> None:

@@ -129,7 +129,7 @@ def test_masks_are_as_many_as_the_context_has_room_for() -> None:
 
 def test_a_diffusion_model_is_accepted_as_the_draft() -> None:
     model, tokenizer = load("nano")
-    diffusing, _ = load("nano-diffusion", canvases=True)
+    diffusing, _ = load("nano-diffusion", runs=("text", "canvas"))
     fast = truedraft.accelerate(model, draft=diffusing, control="fixed")
     inputs = tokenizer("one day, a little girl", return_tensors="pt", return_token_type_ids=False)
     got = fast.generate(**inputs, max_new_tokens=40, do_sample=False)

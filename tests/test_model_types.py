@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+import truedraft
 from model_types import classes, outcome, stated
+from test_canvas_subset import model_of as subset_model
+from test_renoise import model_of as renoising_model
+from truedraft.canvas.renoised import AcceleratedRenoise
+from truedraft.canvas.subset import AcceleratedSubset
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 COMMON = {
@@ -33,6 +38,14 @@ def test_the_page_has_every_class() -> None:
     found = stated(PAGE.read_text())
     assert set(found) == set(classes()), "run python tools/models.py"
     assert all(found[key] == expected for key, expected in COMMON.items())
+
+
+def test_models_that_are_hosted_another_way() -> None:
+    """Those that the page names, and no others, are what `accelerate` has classes of their own for."""
+    models = {renoising_model(): AcceleratedRenoise, subset_model(): AcceleratedSubset}
+    assert all(type(truedraft.accelerate(model)) is kind for model, kind in models.items())
+    found = {key for key, outcome in stated(PAGE.read_text()).items() if outcome == "another way"}
+    assert found == {(model.config.model_type, type(model).__name__) for model in models}
 
 
 @pytest.mark.slow(reason="builds all of some 330 model classes")

@@ -7,12 +7,12 @@ import difflib
 import json
 import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from truedraft import assets
-from truedraft.canvas.layout import declares
+from truedraft.canvas.layout import SUBSETS, declares
 from truedraft.errors import Note, Refused, why
 from truedraft.runtime import QUANTIZED, checkpoints
 from truedraft.targets import kinds
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from truedraft.runtime.checkpoints._base import Checkpoint
 
+Kind = Literal["text", "canvas", "subset"]  # a text from left to right, a diffusion or an any-subset model
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAMED = 3  # tensors that a message names
@@ -103,11 +104,18 @@ def check(name: str, dtype: str = "auto", quantize: str | None = None, argument:
     return source_of(name, argument)
 
 
-def fills_canvases(source: Path | str) -> bool:
-    """Whether a model is a diffusion model with a canvas; names on the hub are only known once they are loaded."""
+def kind_of(source: Path | str) -> Kind:
+    """The kind of a model by its folder; names on the hub are only known once they are loaded, and are "text" here."""
     if not isinstance(source, Path) or not (source / "config.json").is_file():
-        return False
-    return declares(json.loads((source / "config.json").read_bytes()))
+        return "text"
+    return kind_by(json.loads((source / "config.json").read_bytes()))
+
+
+def kind_by(config: Mapping[str, Any]) -> Kind:
+    """The kind of a model by what its configuration has."""
+    if config.get("model_type") in SUBSETS:
+        return "subset"
+    return "canvas" if declares(config) else "text"
 
 
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:

@@ -4,7 +4,7 @@
 and files that begin with an underscore are no methods. Packages outside register with an entry-point group per kind
 (`truedraft.drafters`, `truedraft.accept`, `truedraft.accept.lossy`, `truedraft.control`, `truedraft.views`,
 `truedraft.canvas.policies`, `truedraft.canvas.policies.lossy`, `truedraft.canvas.speculators`,
-`truedraft.canvas.views`), each entry pointing to a class.
+`truedraft.canvas.subsets`, `truedraft.canvas.views`), each entry pointing to a class.
 """
 
 from __future__ import annotations
@@ -48,55 +48,41 @@ class Kind:
 
 KINDS = {
     "drafters": Kind(
-        "Drafter", "drafter", "Drafters", "Sources of drafts; knobs as in `NAME:knob=value`.", "draft", "NAME"
+        "Drafter", "drafter", "Drafters", "Sources of drafts; knobs as in `NAME:knob=value`.", "draft", "NAME",
     ),
     "accept": Kind("Rule", "acceptance rule", "Acceptance rules", "How much of a draft is kept.", "rule", "NAME"),
     "accept.lossy": Kind(
-        "LossyRule",
-        "lossy rule",
-        "Lossy rules",
-        "Text that differs from the model's own; only by explicit choice.",
-        "rule",
-        "lossy/NAME",
+        "LossyRule", "lossy rule", "Lossy rules", "Text that differs from the model's own; only by explicit choice.",
+        "rule", "lossy/NAME",
     ),
     "control": Kind("Control", "control", "Controls", "How much is drafted and verified.", "control", "NAME"),
     "views": Kind(
-        "View",
-        "view",
-        "Views",
+        "View", "view", "Views",
         "The target drafts for itself, run lighter; `a+b` is both at once, in `a<b` the drafter b drafts for a. "
         "`view=lossy/NAME` generates so.",
-        "draft",
-        "NAME",
+        "draft", "NAME",
     ),
     "canvas.speculators": Kind(
-        "Speculator",
-        "speculator",
-        "Speculators of diffusion models",
-        "Canvases that later steps may reach, verified in one pass.",
-        "draft",
-        "NAME",
+        "Speculator", "speculator", "Speculators of diffusion models",
+        "Canvases that later steps may reach, verified in one pass.", "draft", "NAME",
+    ),
+    "canvas.subsets": Kind(
+        "SubsetDrafter", "drafter of any-subset models", "Drafters of any-subset models",
+        "Tokens at masked positions, verified in one pass.", "draft", "NAME",
     ),
     "canvas.policies": Kind(
-        "Policy",
-        "policy",
-        "References of diffusion models",
-        "Step-by-step decoding: which positions a step fixes.",
-        "rule",
-        "NAME",
+        "Policy", "policy", "References of diffusion models", "Step-by-step decoding: which positions a step fixes.",
+        "rule", "NAME",
     ),
     "canvas.policies.lossy": Kind(
-        "Policy",
-        "lossy policy",
-        "Lossy policies of diffusion models",
+        "Policy", "lossy policy", "Lossy policies of diffusion models",
         "More positions per step than step-by-step decoding fixes: another text; only by explicit choice.",
-        "rule",
-        "lossy/NAME",
+        "rule", "lossy/NAME",
     ),
     "canvas.views": Kind(
-        "CanvasView", "canvas view", "Views of diffusion models", "Part of a canvas is computed.", "view", "lossy/NAME"
+        "CanvasView", "canvas view", "Views of diffusion models", "Part of a canvas is computed.", "view", "lossy/NAME",
     ),
-}
+}  # fmt: skip
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
 SIGNS = "|+?><"  # between drafters that act as one, the loosest first
 AUTO, NONE = "auto", "none"  # drafters without a file of their own: the default, and no drafts

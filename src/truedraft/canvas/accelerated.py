@@ -79,13 +79,13 @@ class AcceleratedCanvas(StandIn):
         rule: Any, control: Any, runtime: str, strict: bool, layout: Layout, view: Any = None,
     ):  # fmt: skip
         self.model, self.tokenizer, self.layout = model, tokenizer, layout
-        self.policy: Policy = _part(rule or REFERENCE, "canvas.policies", Policy)
+        self.policy: Policy = part(rule or REFERENCE, "canvas.policies", Policy)
         self.view = None if view is None else _view(view, self.policy)
         if draft == "auto":
             draft = None if self._lossy else SPECULATOR
         self.speculator: Speculator | None = None
         if draft is not None and draft != "none":
-            self.speculator = _part(draft, "canvas.speculators", Speculator)
+            self.speculator = part(draft, "canvas.speculators", Speculator)
             if self._lossy:
                 raise Refused(
                     f"draft={method_name(self.speculator)!r} verifies step-by-step decoding, which "
@@ -226,7 +226,7 @@ class AcceleratedCanvas(StandIn):
 def check_for_canvas(ties: str, control: Any) -> None:
     """Raises Refused for arguments of `accelerate` that have no meaning for diffusion models."""
     if ties != "keep":
-        raise Refused(f"ties={ties!r} is for autoregressive models: leave it out for a diffusion model")
+        raise Refused(f"ties={ties!r} is for autoregressive models: leave it out")
     if control not in ("cost", "fixed"):
         raise Refused(f"control={control!r}: diffusion models have 'cost' and 'fixed'")
 
@@ -253,14 +253,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _part(given: Any, kind: str, base: type) -> Any:
-    """A policy or a speculator by its name, or one that was made already."""
+def part(given: Any, kind: str, base: type) -> Any:
+    """A policy, speculator or drafter by its name, or one that was made already.
+
+    Raises:
+        Refused: it is neither, or the name is unknown.
+    """
     if isinstance(given, str):
         return registry.load(kind, given)
     if isinstance(given, base):
         return given
-    argument = registry.KINDS[kind].argument
-    raise Refused(f"{argument}={given!r}: give the name of a method for diffusion models (`truedraft methods`)")
+    about = registry.KINDS[kind]
+    raise Refused(f"{about.argument}={given!r}: give the name of a {about.noun} (`truedraft methods` lists them)")
 
 
 def output(inputs: Tensor, rows: list[CanvasRow], settings: Settings) -> Tensor:

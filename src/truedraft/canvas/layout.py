@@ -17,6 +17,7 @@ KNOWN: dict[str, dict[str, Any]] = {  # model type -> layout, without what the c
     "llada2_moe": {"attention": "blocks", "block": 32},
     "Fast_dLLM_Qwen": {"attention": "blocks", "block": 32, "shifted": True},
 }
+SUBSETS = ("xlnet",)  # model types of any-subset models, which have no layout (`canvas/subset.py`)
 
 REFUSED = {
     "diffusion_gemma": "its canvas is no text with masks: whatever a step does not accept is drawn anew from the whole "

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas.renoise import Denoiser, Settings, Step
-from truedraft.canvas.settings import check_inputs, seed_of
+from truedraft.canvas.settings import check_fits, check_inputs, seed_of
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Emission, Pass, Report
@@ -199,13 +199,9 @@ def _settings_of(model: Any, target: RenoiseTarget, prompt: int, given: Mapping[
     _, new = model._prepare_generated_length(config, prompt)
     if new < 1:
         raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
-    size, context = target.canvas, target.context
+    size = target.canvas
     canvases = math.ceil(new / size)
-    if (whole := prompt + canvases * size) > context:
-        raise Refused(
-            f"{prompt} prompt tokens and {canvases} canvases of {size} make {whole} positions, the model's context has "
-            f"{context}: lower max_new_tokens or shorten the prompt"
-        )
+    check_fits(prompt, f"{canvases} canvases of {size}", prompt + canvases * size, target.context)
     ends = config.eos_token_id
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     return Settings(

@@ -257,22 +257,34 @@ def prompts_of(inputs: Any, attention_mask: Any, layout: Layout | None, vocabula
     return rows
 
 
+def check_fits(prompt: int, more: str, positions: int, context: int | None) -> None:
+    """Raises Refused where a prompt and what is to be filled behind it exceed the context.
+
+    Args:
+        prompt: its tokens.
+        more: what is to be filled, in words.
+        positions: of both together.
+        context: positions that the model was trained for; None where that is not known.
+    """
+    if context is not None and positions > context:
+        raise Refused(
+            f"{prompt} prompt tokens and {more} make a text of {positions} positions, the model's context has "
+            f"{context}: lower max_new_tokens or shorten the prompt"
+        )
+
+
 def row_of(prompt: list[int], settings: Settings, index: int, context: int | None) -> CanvasRow:
     """A prompt with its canvas.
 
     Args:
         index: of the row, for its noise.
-        context: positions that the model was trained for; None where that is not known.
+        context: see `check_fits`.
 
     Raises:
         Refused: the canvas does not fit the context.
     """
     blocks = settings.layout.blocks(len(prompt), settings.new)
     length = blocks[-1].stop
-    if context is not None and length > context:
-        raise Refused(
-            f"{len(prompt)} prompt tokens and {settings.new} new ones make a canvas of {length} positions, the "
-            f"model's context has {context}: lower max_new_tokens or shorten the prompt"
-        )
+    check_fits(len(prompt), f"{settings.new} new ones", length, context)
     canvas = Canvas.behind(prompt, settings.layout.mask, length)
     return CanvasRow(index, canvas, len(prompt), blocks, settings.ends, settings.new, settings.stops)

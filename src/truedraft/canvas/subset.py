@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from truedraft import registry
 from truedraft.call.surroundings import defaults, exclusive
 from truedraft.canvas._base import Canvas, CanvasRow
-from truedraft.canvas.accelerated import Hooks, output
-from truedraft.canvas.assd import Assd
+from truedraft.canvas.accelerated import Hooks, output, part
 from truedraft.canvas.hosting import check_logits, failed_pass
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
+from truedraft.canvas.subsets._base import SubsetDrafter
+from truedraft.card import method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Emission, Pass, Report
@@ -28,6 +28,7 @@ from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hostable import check_runtime
 
 READS = {"perm_mask", "target_mapping"}  # arguments of the forward of such a model
+DRAFTER = "assd"
 STEP = 0  # whose noise all positions have: one position is chosen once
 
 
@@ -49,7 +50,7 @@ class SubsetTarget:
     """
 
     reads_sources = False
-    hard_limit = None
+    context = hard_limit = None
     runtime = "transformers forward"
 
     def __init__(self, model: Any, mask: int):
@@ -130,7 +131,10 @@ class AcceleratedSubset(StandIn):
         check_runtime(runtime)
         if strict:
             raise Refused(f"strict=True: passes are the forward of {name}, which rounds by their width; leave it out")
-        self.model, self.tokenizer, self.method = model, tokenizer, _method(draft, name)
+        self.model, self.tokenizer = model, tokenizer
+        self.method: SubsetDrafter | None = None
+        if draft is not None and draft != "none":
+            self.method = part(DRAFTER if draft == "auto" else draft, "canvas.subsets", SubsetDrafter)
         self.target = SubsetTarget(model, _checked(model, tokenizer))
         with defaults():
             _check(self.target)
@@ -144,12 +148,12 @@ class AcceleratedSubset(StandIn):
 
     @property
     def _drafter(self) -> str:
-        return "none" if self.method is None else "assd"
+        return "none" if self.method is None else method_name(self.method)
 
     def generate(
         self, inputs: Tensor | None = None, *, attention_mask: Tensor | None = None, streamer: Any = None,
         on_pass: Callable[[Pass], None] | None = None, on_read: Callable[[int, int], None] | None = None,
-        on_canvas: Callable[[list[CanvasRow]], None] | None = None, **given: Any,
+        on_canvas: Callable[[list[CanvasRow]], None] | None = None, references: Any = None, **given: Any,
     ) -> Tensor:  # fmt: skip
         """The text of filling one masked position after another, from left to right, in fewer passes.
 
@@ -172,6 +176,8 @@ class AcceleratedSubset(StandIn):
         inputs = given.pop("input_ids", None) if inputs is None else inputs
         with exclusive([self]), defaults(), torch.no_grad():
             self._report = None
+            if references is not None:
+                raise Refused("references are for autoregressive models: leave them out for an any-subset model")
             _checked(self.model, self.tokenizer)
             prompts = prompts_of(inputs, attention_mask, None, self.target.vocabulary)
             settings = _settings(self.model, self.target.mask, max(map(len, prompts)), given)
@@ -215,11 +221,13 @@ class AcceleratedSubset(StandIn):
         return copied
 
 
-def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, chooser: Chooser) -> Iterator[Pass]:
+def fill(
+    row: CanvasRow, score: Callable[..., Tensor], method: SubsetDrafter | None, chooser: Chooser
+) -> Iterator[Pass]:
     """Fill the masks of a row up to the end of its text; yields each pass."""
     canvas, ranks, chosen = row.canvas, ranks_of(row.canvas.known), dict[int, int]()
     while not row.ended and (masks := canvas.masked(row.block)):
-        draft = [] if method is None else method.draft(canvas, masks, chosen)
+        draft = [] if method is None else method.draft(canvas, masks, chosen)[: len(masks)]
         queries = masks[: len(draft) + 1 + (0 if method is None else method.ahead)]
         logits = score(canvas.tokens, ranks, draft, queries)
         [found] = chooser.predictions(logits, row.index, [STEP], [queries], [row.block])
@@ -232,18 +240,6 @@ def fill(row: CanvasRow, score: Callable[..., Tensor], method: Assd | None, choo
         inside = tuple(canvas.tokens[i] for i in fixed if i < row.prompt)
         emitted = inside + row.emit()
         yield Pass(len(queries), (Emission(row.index, emitted, min(agreed, len(emitted)), len(draft)),))
-
-
-def _method(draft: Any, name: str) -> Assd | None:
-    """What drafts; raises Refused for what cannot, for an any-subset model."""
-    if draft is None or draft == "none":
-        return None
-    if isinstance(draft, Assd):
-        return draft
-    method, knobs = registry.parsed("assd" if draft == "auto" else draft) if isinstance(draft, str) else ("", {})
-    if method != "assd":
-        raise Refused(f"draft={draft!r} cannot draft for {name}, an any-subset model: give 'assd' or None")
-    return registry.built(Assd, "assd", draft, knobs)
 
 
 def _checked(model: Any, tokenizer: Any) -> int:
@@ -277,7 +273,9 @@ def _check(target: SubsetTarget) -> None:
         filled, expected = one_at_a_time(target, canvas, known, Chooser([]))  # type: ignore[arg-type]
         found = target.score(canvas, ranks, [filled[i] for i in masks[:-1]], masks)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise failed_pass(target.model, error) from error
+        plain = {weight.dtype for weight in target.model.parameters()} == {torch.float32}
+        hint = "" if plain else ": load it in float32 (--dtype float32)"
+        raise Refused(f"{failed_pass(target.model, error)}{hint}") from error
     kept = [token for token in range(target.vocabulary) if token != target.mask]
     what = "a pass over a draft differs from passes over single positions"
     check_logits(target.model, found[:, kept], expected[:, kept], what)
@@ -285,7 +283,7 @@ def _check(target: SubsetTarget) -> None:
 
 def _settings(model: Any, mask: int, prompt: int, given: Mapping[str, Any]) -> Settings:
     """The settings of a call; raises Refused as `settings_of`, and for what any-subset models do not have."""
-    for name in ("block_length", "steps", "stop_strings", "references"):
+    for name in ("block_length", "steps", "stop_strings"):
         if given.get(name) is not None:
             raise Refused(f"{name}={given[name]!r} is not supported for any-subset models: leave it out")
     none = given.get("max_new_tokens") == 0 and not isinstance(given["max_new_tokens"], bool)

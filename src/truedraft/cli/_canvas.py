@@ -52,13 +52,13 @@ def demo_canvas(
     Raises:
         Refused: it is no diffusion model, or an argument is wrong.
     """
-    check_names(model, dtype, quantize, "--model", drafts=[draft], canvases=True)
+    check_names(model, dtype, quantize, "--model", drafts=[draft], runs=("text", "canvas"))
     with waiting("loading the model"):
         use_threads(threads)
         from truedraft import accelerate
         from truedraft.canvas.layout import layout_of
 
-        loaded = load(model, dtype, quantize, "--model", stretched=stretched, canvases=True)
+        loaded = load(model, dtype, quantize, "--model", stretched=stretched, runs=("text", "canvas"))
         if layout_of(loaded[0].config, loaded[1]) is None:
             raise Refused(f"--canvas shows diffusion models, and --model {model!r} is none: drop --canvas")
         plain: Any = accelerate(*loaded, draft=None)

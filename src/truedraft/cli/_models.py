@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from truedraft import loading
 from truedraft.bench.sizes import size_of
-from truedraft.canvas.layout import layout_of
-from truedraft.cli._options import DIFFUSES, check_names, use_threads
+from truedraft.cli._options import TEXT, check_kind, check_names, use_threads
 from truedraft.cli._text import waiting
-from truedraft.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,21 +27,21 @@ def load(
     argument: str = "MODEL",
     reads_sources: str | None = None,
     stretched: str | None = None,
-    canvases: bool = False,
+    runs: Collection[loading.Kind] = TEXT,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """As `loading.load`, without the log output of the libraries.
 
     stretched: the size to which the model is stretched, see `bench.sizes.size_of`.
-    canvases: whether the command runs diffusion models.
+    runs: kinds of models that the command runs.
 
     Raises:
-        Refused: as `loading.load`; or it is a diffusion model.
+        Refused: as `loading.load`; or it is a model of another kind.
     """
     _hush()
+    check_kind(loading.kind_of(loading.check(name, dtype, quantize, argument)), name, argument, runs)
     if stretched is None:
         loaded = loading.load(name, dtype, quantize, argument, reads_sources)
-        if not canvases and layout_of(loaded[0].config, loaded[1]) is not None:
-            raise Refused(f"{argument} {name!r} {DIFFUSES}")
+        check_kind(_kind(loaded[0]), name, argument, runs)
         return loaded
     layers, hidden = size_of(stretched, name)
     from truedraft.bench import stretched as stretching
@@ -74,6 +73,10 @@ def machine() -> str:
     )
 
 
+def _kind(model: PreTrainedModel) -> loading.Kind:
+    return loading.kind_by(model.config.to_dict())
+
+
 def _hush() -> None:
     import huggingface_hub
     import transformers
@@ -96,18 +99,17 @@ def accelerated(
     ties: str = "keep",
     stretched: str | None = None,
     view: str | None = None,
-    canvases: bool = False,
+    runs: Collection[loading.Kind] = TEXT,
 ) -> Accelerated:
-    """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`.
+    """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`, an
+    any-subset model as `AcceleratedSubset`.
 
     threads: of torch; None leaves them as they are. The other arguments are those of `load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
-    check_names(
-        name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view], canvases=canvases
-    )
+    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view], runs=runs)
     if stretched is not None:
         size_of(stretched, name)
     with waiting("loading the model"):
@@ -115,11 +117,13 @@ def accelerated(
         from truedraft import accelerate, registry
 
         _hush()
-        if canvases and loading.fills_canvases(loading.check(name, dtype, quantize, argument)):
-            loaded = load(name, dtype, quantize, argument, reads_sources, stretched, canvases)
-            return accelerate(*loaded, draft=draft, rule=rule, control=control, ties=ties, view=view)
-        drafter = registry.load("drafters", draft)  # first, so that a wrong knob fails before the model is loaded
-        controller = registry.load("control", control)
-        accept = None if rule is None else registry.load("accept", rule)
-        loaded = load(name, dtype, quantize, argument, reads_sources, stretched)
-        return accelerate(*loaded, draft=drafter, rule=accept, control=controller, ties=ties, view=view)
+        parts: dict[str, Any] = {"draft": draft, "control": control, "rule": rule}
+        made = parts
+        if loading.kind_of(loading.check(name, dtype, quantize, argument)) == "text":
+            # first, so that a wrong knob fails before the model is loaded
+            kinds = {"draft": "drafters", "control": "control", "rule": "accept"}
+            made = {part: spec and registry.load(kinds[part], spec) for part, spec in parts.items()}
+        loaded = load(name, dtype, quantize, argument, reads_sources, stretched, runs)
+        if _kind(loaded[0]) != "text":  # of the hub, it is known only now
+            made = parts
+        return accelerate(*loaded, **made, ties=ties, view=view)

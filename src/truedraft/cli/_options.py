@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 from typer import Option
@@ -12,10 +12,17 @@ from typer.core import TyperCommand
 from truedraft import loading, registry
 from truedraft.errors import Refused
 
-DIFFUSES = (
-    "is a diffusion model, which this command does not run: `truedraft generate`, `truedraft bench` and `truedraft "
-    "demo --canvas` do"
-)
+TEXT: tuple[loading.Kind, ...] = ("text",)
+OTHERS: dict[loading.Kind, str] = {  # what follows the name of a model that a command does not run
+    "canvas": "is a diffusion model, which this command does not run: `truedraft generate`, `serve`, `bench`, `audit` "
+    "and `demo --canvas` do",
+    "subset": "is an any-subset model, which this command does not run: `truedraft generate` fills masks with it",
+}
+DRAFTERS: dict[loading.Kind, str] = {  # in the registry
+    "text": "drafters",
+    "canvas": "canvas.speculators",
+    "subset": "canvas.subsets",
+}
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 
 Control = Annotated[str, Option(help="Draft size: cost (what pays here) or fixed (always full).")]
@@ -50,30 +57,43 @@ def check_names(
     control: str = "cost",
     rule: str | None = None,
     views: Sequence[str | None] = (),
-    canvases: bool = False,
+    runs: Collection[loading.Kind] = TEXT,
 ) -> None:
-    """Raises Refused for an unknown model, dtype, quantisation, method or knob, or a diffusion model.
+    """Raises Refused for an unknown model, dtype, quantisation, method or knob, or a model of another kind.
 
     views: that the model generates under.
-    canvases: whether the command runs diffusion models.
+    runs: kinds of models that the command runs.
     """
-    if loading.fills_canvases(loading.check(model, dtype, quantize, argument)):
-        if not canvases:
-            raise Refused(f"{argument} {model!r} {DIFFUSES}")
-        for draft in {*drafts} - {registry.AUTO, registry.NONE}:
-            registry.check("canvas.speculators", draft)
+    kind = loading.kind_of(loading.check(model, dtype, quantize, argument))
+    check_kind(kind, model, argument, runs)
+    for draft in drafts if kind == "text" else {*drafts} - {registry.AUTO, registry.NONE}:
+        registry.check(DRAFTERS[kind], draft)
+    given = [view for view in views if view]
+    if kind == "subset":
+        _refuse_for_subset({"--rule": rule, "--view": given[0] if given else None})
+    elif kind == "canvas":
         if rule is not None:
             registry.check("canvas.policies", rule)
-        for view in filter(None, views):
+        for view in given:
             registry.check("canvas.views", registry.canvas_view(view))
-        return
-    for draft in drafts:
-        registry.check("drafters", draft)
-    registry.check("control", control)
-    if rule is not None:
-        registry.check("accept", rule)
-    for view in filter(None, views):
-        registry.check_lossy_view(view)
+    else:
+        registry.check("control", control)
+        if rule is not None:
+            registry.check("accept", rule)
+        for view in given:
+            registry.check_lossy_view(view)
+
+
+def check_kind(kind: loading.Kind, model: str, argument: str, runs: Collection[loading.Kind]) -> None:
+    """Raises Refused for a model of a kind that a command does not run."""
+    if kind not in runs:
+        raise Refused(f"{argument} {model!r} {OTHERS[kind]}")
+
+
+def _refuse_for_subset(options: Mapping[str, str | None]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise Refused(f"{option} {value} is not for any-subset models: leave it out")
 
 
 def use_threads(threads: int | None) -> None:

@@ -17,8 +17,6 @@ from truedraft.cli._text import read, waiting
 from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from truedraft.accelerated import Accelerated
     from truedraft.stats import Pass
 
@@ -37,7 +35,6 @@ OPTIONS = {
 }  # other options are named after their fields
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "max_new_tokens": (lambda v: v >= 1, "at least 1"),
     "min_new_tokens": (lambda v: v >= 0, "at least 0"),
     "num_return_sequences": (lambda v: 1 <= v <= MOST_TEXTS, f"between 1 and {MOST_TEXTS:,}"),
     "temperature": (lambda v: 0 < v < inf, "above 0: for the likeliest tokens drop --sample"),
@@ -85,16 +82,20 @@ class Request:
         if self.chat and sources:
             raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
         try:
-            length = self._inputs(fast.tokenizer)["input_ids"].shape[1]
+            length = self._inputs(fast)["input_ids"].shape[1]
             if not sources:
                 check_lengths(fast.target, length, self.settings["max_new_tokens"])
         except Refused as e:
             raise Refused(f"{self.place}{e}") from e
 
+    def masks(self, fast: Accelerated) -> int:
+        """How many masks of the prompt an any-subset model fills; 0 of other models."""
+        return sum(token == _mask(fast) for token in self._inputs(fast)["input_ids"][0].tolist())
+
     def run(
         self, fast: Accelerated, on_pass: Callable[[Pass], None], on_read: Callable[[int, int], None]
     ) -> list[list[int]]:
-        """The new ids of every text; after Ctrl-C those generated so far.
+        """The new ids of every text; after Ctrl-C those generated so far. Where the prompt has masks, all ids of it.
 
         Raises:
             Refused: the prompt or a setting is not supported.
@@ -104,7 +105,7 @@ class Request:
 
         from truedraft.targets.kinds import prompt_length
 
-        inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast.tokenizer).items()}
+        inputs = {name: t.to(fast.model.device) for name, t in self._inputs(fast).items()}
         if self.seed is not None:
             torch.manual_seed(self.seed)
         out: Any
@@ -116,13 +117,16 @@ class Request:
             if (out := getattr(interrupt, "output", None)) is None:
                 raise
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
-        lengths = [0] * len(sequences)  # shorter rows are padded
+        start, known = prompt_length(fast.config, inputs["input_ids"]), 0
+        if masks := self.masks(fast):
+            start, known = 0, start - masks
+        lengths = [known] * len(sequences)  # shorter rows are padded
         for emission in (e for done in fast.report().passes for e in done.emitted):
             lengths[emission.row] += len(emission.tokens)
-        start = prompt_length(fast.config, inputs["input_ids"])
         return [row[start : start + n].tolist() for row, n in zip(sequences, lengths, strict=True)]
 
-    def _inputs(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    def _inputs(self, fast: Accelerated) -> dict[str, Any]:
+        tokenizer = fast.tokenizer
         assert tokenizer is not None
         if self.chat:
             if not tokenizer.chat_template:
@@ -134,10 +138,18 @@ class Request:
                 return_dict=True,
             )
         else:
-            encoded = tokenizer(self.prompt, return_tensors="pt")
+            special = _mask(fast) is None  # those of any-subset models stand behind the text, and end it
+            encoded = tokenizer(self.prompt, add_special_tokens=special, return_tensors="pt")
         if not encoded["input_ids"].numel():
             raise Refused("PROMPT has no token in this model's tokenizer: give some text")
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _mask(fast: Accelerated) -> int | None:
+    """The mask token of an any-subset model; None of other models."""
+    from truedraft.canvas.subset import SubsetTarget
+
+    return fast.target.mask if isinstance(fast.target, SubsetTarget) else None
 
 
 def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Callable[[bool], Sequence[Item]]:
@@ -200,14 +212,18 @@ def of_canvas(block_length: int | None, steps: int | None) -> dict[str, int]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def read_settings(fields: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
+def read_settings(fields: Mapping[str, Any], more: Sequence[str], shortest: int = 1) -> dict[str, Any]:
     """Fields of GenerationConfig from the options that were given (not None) and from `more`, each `key=value`.
+
+    shortest: least value of `max_new_tokens`.
 
     Raises:
         Refused: an invalid value or combination, or an unknown field; the message names the option.
     """
-    _check(fields)
     least, most = fields["min_new_tokens"], fields["max_new_tokens"]
+    if most < shortest:
+        raise Refused(f"--max-new-tokens {most} must be at least {shortest}")
+    _check(fields)
     if least is not None and least > most:
         raise Refused(f"--min-new-tokens {least} is above --max-new-tokens {most}: change one of them")
     if "" in (fields["stop_strings"] or ()):

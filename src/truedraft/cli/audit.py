@@ -63,8 +63,8 @@ def audit(
         except ImportError as e:
             raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
     check_seeds(seeds)
-    check_names(model, dtype, quantize, drafts=draft or (), control=control, canvases=True)
-    if loading.fills_canvases(loading.source_of(model, "MODEL")):
+    check_names(model, dtype, quantize, drafts=draft or (), control=control, runs=("text", "canvas"))
+    if loading.kind_of(loading.source_of(model, "MODEL")) == "canvas":
         if laws or ties != "keep":
             raise Refused("--laws and --ties are for autoregressive models: leave them out for a diffusion model")
         found, tokenizer = _canvases(model, draft, control, texts, max_new_tokens, batches, seeds, temperature, dtype,
@@ -113,7 +113,7 @@ def _canvases(
         from truedraft.audit.canvases import audit_canvases
         from truedraft.audit.tokens import Mode
 
-        target, tokenizer = load(model, dtype, quantize, canvases=True)
+        target, tokenizer = load(model, dtype, quantize, runs=("text", "canvas"))
         sides: Any = {
             name: accelerate(target, tokenizer, draft=None if name == "plain" else name, control=control)
             for name in ("plain", *(draft or registry.names("canvas.speculators")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +16,14 @@ from truedraft.cli._options import Control, Dtype, Quantize, Threads, View, chec
 from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts, read_settings
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
+from truedraft.loading import Kind, check, kind_of
 from truedraft.text.pieces import Pieces
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
     from truedraft.stats import Pass
+
+RUNS: tuple[Kind, ...] = ("text", "canvas", "subset")
 
 
 def generate(
@@ -72,7 +75,8 @@ def generate(
 ) -> int:
     """Generate text: the tokens of model.generate under the same settings and seed, in fewer passes.
 
-    The prompt of an encoder-decoder is its source.
+    The prompt of an encoder-decoder is its source. An any-subset model fills the masks of its prompt, and the output is
+    the whole text.
 
     \f
     Returns the exit code: 0, or 130 where Ctrl-C cut the text short. Raises Refused for a bad argument.
@@ -88,12 +92,11 @@ def generate(
     documents = [read(path, "--reference") for path in reference or ()]
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
-    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "canvases": True}
+    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "runs": RUNS}
     check_names(model, dtype, quantize, **names)  # type: ignore[arg-type]
-    config = read_settings(fields, settings or ()) | of_canvas(block_length, steps)
-    fast = accelerated(
-        model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, canvases=True
-    )
+    shortest = 0 if kind_of(check(model, dtype, quantize)) == "subset" else 1  # its masks may be all that is filled
+    config = read_settings(fields, settings or (), shortest) | of_canvas(block_length, steps)
+    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, runs=RUNS)
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [
@@ -102,6 +105,8 @@ def generate(
     ]
     for request in requests:
         request.check(fast)
+    if any(request.masks(fast) for request in requests):
+        output = output.unstreamed(stream)
     return output.write_all(fast, requests)
 
 
@@ -122,6 +127,12 @@ class Output:
     stream: bool
     as_json: bool
     report: bool
+
+    def unstreamed(self, stream: bool | None) -> Output:
+        """The form of texts whose prompts have masks; raises Refused where a stream of them was requested."""
+        if stream:
+            raise Refused("--stream shows text behind a prompt, and masks are within it: drop --stream")
+        return replace(self, stream=False)
 
     def write_all(self, fast: Accelerated, requests: Sequence[Request]) -> int:
         """Run the requests in order and write their texts; returns the exit code.

@@ -39,7 +39,7 @@ def serve(**options: Any) -> int:
     drafts = [name for name in config.drafts if name != "none"]
     check_names(
         config.model, config.dtype, config.quantize,
-        drafts=drafts, control=config.control, rule=config.rule, views=[config.view], canvases=True,
+        drafts=drafts, control=config.control, rule=config.rule, views=[config.view], runs=("text", "canvas"),
     )  # fmt: skip
     from truedraft.serve.keys import read_keys
 
@@ -52,7 +52,7 @@ def serve(**options: Any) -> int:
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
-        threads=config.threads, stretched=config.stretched, view=config.view, canvases=True,
+        threads=config.threads, stretched=config.stretched, view=config.view, runs=("text", "canvas"),
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

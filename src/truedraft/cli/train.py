@@ -97,7 +97,7 @@ def train(
         from truedraft.train.canvases import train_policy
 
         plan.lr = lr or FINE_TUNING.get(policy, LEARNING_RATE)
-        model, tokenizer = load(target, argument="--target", canvases=True)
+        model, tokenizer = load(target, argument="--target", runs=("text", "canvas"))
         print(train_policy(
             _training(policy, drafter), _placed(model, device), tokenizer, sources, out, plan, new=max_new_tokens,
             resume=resume,

@@ -66,6 +66,9 @@ class Server:
     """
 
     def __init__(self, fast: Accelerated | AcceleratedCanvas, config: ServeConfig, keys: Keys):
+        if not hasattr(type(fast), "engine"):
+            name = type(fast.model).__name__
+            raise Refused(f"{name} cannot be served, since rows do not enter and leave its passes: use its generate")
         kind = ServedCanvas if isinstance(fast, AcceleratedCanvas) else ServedModel
         self.config, self.keys, self.model = config, keys, kind(fast, config)  # type: ignore[arg-type]
         self.metrics = Metrics(config.name)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from truedraft.canvas._base import Canvas
+from truedraft.canvas.subsets._base import SubsetDrafter
 from truedraft.card import Card, knob
 
 DRAFTERS = ("marginals", "bigram")
@@ -33,12 +34,13 @@ def named(text: str) -> str:
 
 
 @dataclass
-class Assd:
+class Assd(SubsetDrafter):
     card = Card(
         paper="Reviving Any-Subset Autoregressive Models (2025)",
         idea="Draft masked positions in parallel, and verify them in one pass in which each reads those before it.",
         family="chain",
         needs=("an any-subset model",),
+        presets={"assd-bigram": {"drafter": "bigram"}},
         published="About 10% fewer passes on WikiText with 95% of the tokens masked, with the same law.",
     )
     k: int = knob(5, 1, 64)  # most drafted tokens per pass (5 in the published script)
@@ -46,14 +48,9 @@ class Assd:
 
     @property
     def ahead(self) -> int:
-        """Positions behind the draft and the token after it that a pass predicts, for the next draft."""
         return self.k if self.drafter == "marginals" else 0
 
     def draft(self, canvas: Canvas, masks: Sequence[int], chosen: Mapping[int, int]) -> list[int]:
-        """Tokens at the first masked positions.
-
-        chosen: token at positions that the last pass has predicted.
-        """
         if self.drafter == "bigram":
             return _by_bigrams(canvas, masks[: self.k])
         drafted: list[int] = []
