@@ -40,6 +40,7 @@ def divergences(
     drafts: list[str],
     sample: bool,
     small: PreTrainedModel | None = None,
+    new: int = 128,
 ) -> dict[str, float]:
     """Every row that differs from plain generate -> the gap between the two best tokens where it first does."""
     sides = {
@@ -50,10 +51,10 @@ def divergences(
     for start in range(0, len(texts), rows):
         inputs = tokenizer(texts[start : start + rows], return_tensors="pt", padding=True, return_token_type_ids=False)
         torch.manual_seed(start)
-        expected = model.generate(**inputs, max_new_tokens=128, do_sample=sample)
+        expected = model.generate(**inputs, max_new_tokens=new, do_sample=sample)
         for draft, fast in sides.items():
             torch.manual_seed(start)
-            got = fast.generate(**inputs, max_new_tokens=128, do_sample=sample)
+            got = fast.generate(**inputs, max_new_tokens=new, do_sample=sample)
             for b in range(len(got)):
                 if not torch.equal(got[b], expected[b]):
                     at = int((got[b] != expected[b]).nonzero()[0])
@@ -83,7 +84,7 @@ def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stori
     """Each drafter on one checkpoint greedily and on another sampled."""
     model, tokenizer = load(weights / checkpoint)
     drafts = DRAFTERS[(CHECKPOINTS.index(checkpoint) + sample) % len(CHECKPOINTS) :: len(CHECKPOINTS)]
-    found = divergences(model, tokenizer, stories[:4], 4, drafts, sample, small_for(checkpoint, weights))
+    found = divergences(model, tokenizer, stories[:4], 4, drafts, sample, small_for(checkpoint, weights), new=64)
     assert all(g < TIE for g in found.values()), found
 
 
