@@ -20,6 +20,7 @@ from truedraft.canvas.layout import Layout
 from truedraft.canvas.predicting import Chooser
 from truedraft.canvas.reference import step_by_step
 from truedraft.cli._models import load
+from truedraft.cli._options import CANVASES
 from truedraft.cli.demo import cases
 from truedraft.loading import kind_of
 
@@ -48,7 +49,7 @@ def test_embedded_heads_are_small_and_have_cards() -> None:
 @pytest.mark.parametrize("name", DIFFUSING)
 def test_several_canvases_change_no_token(name: str, block: int) -> None:
     """Of stories and an edit, in a batch, against plain forwards over the whole text."""
-    model, tokenizer = load(name, runs=("text", "canvas"))
+    model, tokenizer = load(name, runs=CANVASES)
     texts = [case.text for case in cases(None, None, None)][:2] + ["one day"]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     layout = Layout(**model.config.canvas_config).of_length(block)

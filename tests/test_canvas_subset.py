@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from transformers import XLNetConfig, XLNetForTokenClassification, XLNetLMHeadModel
 
 import truedraft
-from test_contributing import clear_registry
+from test_contributing import clear_registry, install
 from truedraft import registry
 from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.subset import AcceleratedSubset, SubsetTarget, ranks_of
@@ -262,12 +262,7 @@ class Repeating(SubsetDrafter):
 def test_a_drafter_of_another_package(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts by its name, also more tokens than there are masks."""
     (tmp_path / "repeating.py").write_text(FOREIGN)
-    metadata = tmp_path / "repeating-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: repeating\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[truedraft.canvas.subsets]\nrepeating = repeating:Repeating\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    clear_registry()
+    install(tmp_path, monkeypatch, "truedraft.canvas.subsets", "repeating = repeating:Repeating")
     prompt = [1, MASK, MASK, 4, MASK]
     expected, filled = by_hand(model, prompt, 3)
     fast: Any = truedraft.accelerate(model, draft=f"repeating:token={expected[1]}")

@@ -28,6 +28,18 @@ def clear_registry() -> None:
             found.cache_clear()
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, entry: str) -> None:
+    """Make a folder with a module an installed package whose entry point in a group is `name = module:Class`, until
+    `monkeypatch.undo` and `clear_registry`."""
+    name, module = entry.split(" = ")[0], entry.split(" = ")[1].split(":")[0]
+    metadata = folder / f"{module}-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    clear_registry()
+
+
 @pytest.fixture
 def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """The block as a file of the package, or as a package of its own with an entry point; by `request.param`."""
@@ -37,15 +49,11 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
         assert path is not None
         package = importlib.import_module(path[1].replace("/", "."))
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+        clear_registry()
     else:
         group = re.search(r"entry-point group `(truedraft\.\w+)`", TEXT)
         assert group is not None
-        metadata = tmp_path / "my_idea-1.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-idea\nVersion: 1\n")
-        (metadata / "entry_points.txt").write_text(f"[{group[1]}]\nmy-idea = my_idea:MyIdea\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-    clear_registry()
+        install(tmp_path, monkeypatch, group[1], "my-idea = my_idea:MyIdea")
     yield
     monkeypatch.undo()
     clear_registry()
@@ -87,12 +95,7 @@ class Last(View):
 
 def test_view_of_another_package_drafts_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "last_layers.py").write_text(VIEW)
-    metadata = tmp_path / "last_layers-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: last-layers\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[truedraft.views]\nlast-layers = last_layers:Last\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    clear_registry()
+    install(tmp_path, monkeypatch, "truedraft.views", "last-layers = last_layers:Last")
     command = ["generate", "nano", STORY, "--max-new-tokens", "16", "--json", "--draft"]
     drafted = CliRunner().invoke(app, [*command, "last-layers:count=1+early-exit:depth=4"])
     plain = CliRunner().invoke(app, [*command, "none"])

@@ -18,6 +18,7 @@ from test_canvas import Bidirectional, plain
 from truedraft import Refused, registry
 from truedraft.canvas.layout import Layout
 from truedraft.cli._models import load
+from truedraft.cli._options import CANVASES
 from truedraft.drafters.models import diffuspec
 from truedraft.drafters.models._mask_reader import MaskReader
 
@@ -129,7 +130,7 @@ def test_masks_are_as_many_as_the_context_has_room_for() -> None:
 
 def test_a_diffusion_model_is_accepted_as_the_draft() -> None:
     model, tokenizer = load("nano")
-    diffusing, _ = load("nano-diffusion", runs=("text", "canvas"))
+    diffusing, _ = load("nano-diffusion", runs=CANVASES)
     fast = truedraft.accelerate(model, draft=diffusing, control="fixed")
     inputs = tokenizer("one day, a little girl", return_tensors="pt", return_token_type_ids=False)
     got = fast.generate(**inputs, max_new_tokens=40, do_sample=False)

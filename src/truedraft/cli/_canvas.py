@@ -13,7 +13,7 @@ from rich.text import Text
 
 from truedraft.cli._cases import Case
 from truedraft.cli._models import load
-from truedraft.cli._options import check_names, use_threads
+from truedraft.cli._options import CANVASES, check_names, use_threads
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
@@ -52,13 +52,13 @@ def demo_canvas(
     Raises:
         Refused: it is no diffusion model, or an argument is wrong.
     """
-    check_names(model, dtype, quantize, "--model", drafts=[draft], runs=("text", "canvas"))
+    check_names(model, dtype, quantize, "--model", drafts=[draft], runs=CANVASES)
     with waiting("loading the model"):
         use_threads(threads)
         from truedraft import accelerate
         from truedraft.canvas.layout import layout_of
 
-        loaded = load(model, dtype, quantize, "--model", stretched=stretched, runs=("text", "canvas"))
+        loaded = load(model, dtype, quantize, "--model", stretched=stretched, runs=CANVASES)
         if layout_of(loaded[0].config, loaded[1]) is None:
             raise Refused(f"--canvas shows diffusion models, and --model {model!r} is none: drop --canvas")
         plain: Any = accelerate(*loaded, draft=None)

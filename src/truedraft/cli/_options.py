@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from typer import Option
@@ -12,7 +12,10 @@ from typer.core import TyperCommand
 from truedraft import loading, registry
 from truedraft.errors import Refused
 
+# Kinds of models that commands run.
 TEXT: tuple[loading.Kind, ...] = ("text",)
+CANVASES: tuple[loading.Kind, ...] = (*TEXT, "canvas")
+SUBSETS: tuple[loading.Kind, ...] = (*CANVASES, "subset")
 OTHERS: dict[loading.Kind, str] = {  # what follows the name of a model that a command does not run
     "canvas": "is a diffusion model, which this command does not run: `truedraft generate`, `serve`, `bench`, `audit` "
     "and `demo --canvas` do",
@@ -70,7 +73,9 @@ def check_names(
         registry.check(DRAFTERS[kind], draft)
     given = [view for view in views if view]
     if kind == "subset":
-        _refuse_for_subset({"--rule": rule, "--view": given[0] if given else None})
+        for option, value in (("--rule", rule), *(("--view", view) for view in given)):
+            if value is not None:
+                raise Refused(f"{option} {value} is not for any-subset models: leave it out")
     elif kind == "canvas":
         if rule is not None:
             registry.check("canvas.policies", rule)
@@ -88,12 +93,6 @@ def check_kind(kind: loading.Kind, model: str, argument: str, runs: Collection[l
     """Raises Refused for a model of a kind that a command does not run."""
     if kind not in runs:
         raise Refused(f"{argument} {model!r} {OTHERS[kind]}")
-
-
-def _refuse_for_subset(options: Mapping[str, str | None]) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise Refused(f"{option} {value} is not for any-subset models: leave it out")
 
 
 def use_threads(threads: int | None) -> None:

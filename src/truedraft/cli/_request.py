@@ -90,7 +90,7 @@ class Request:
 
     def masks(self, fast: Accelerated) -> int:
         """How many masks of the prompt an any-subset model fills; 0 of other models."""
-        return sum(token == _mask(fast) for token in self._inputs(fast)["input_ids"][0].tolist())
+        return 0 if (mask := _mask(fast)) is None else int((self._inputs(fast)["input_ids"] == mask).sum())
 
     def run(
         self, fast: Accelerated, on_pass: Callable[[Pass], None], on_read: Callable[[int, int], None]

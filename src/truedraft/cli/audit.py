@@ -12,7 +12,17 @@ from typer import Argument, Option
 
 from truedraft import loading
 from truedraft.cli._models import load
-from truedraft.cli._options import COLDEST, AsJson, Dtype, Quantize, Threads, check_names, check_seeds, use_threads
+from truedraft.cli._options import (
+    CANVASES,
+    COLDEST,
+    AsJson,
+    Dtype,
+    Quantize,
+    Threads,
+    check_names,
+    check_seeds,
+    use_threads,
+)
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, read, waiting
 from truedraft.errors import Refused
@@ -63,7 +73,7 @@ def audit(
         except ImportError as e:
             raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
     check_seeds(seeds)
-    check_names(model, dtype, quantize, drafts=draft or (), control=control, runs=("text", "canvas"))
+    check_names(model, dtype, quantize, drafts=draft or (), control=control, runs=CANVASES)
     if loading.kind_of(loading.source_of(model, "MODEL")) == "canvas":
         if laws or ties != "keep":
             raise Refused("--laws and --ties are for autoregressive models: leave them out for a diffusion model")
@@ -113,7 +123,7 @@ def _canvases(
         from truedraft.audit.canvases import audit_canvases
         from truedraft.audit.tokens import Mode
 
-        target, tokenizer = load(model, dtype, quantize, runs=("text", "canvas"))
+        target, tokenizer = load(model, dtype, quantize, runs=CANVASES)
         sides: Any = {
             name: accelerate(target, tokenizer, draft=None if name == "plain" else name, control=control)
             for name in ("plain", *(draft or registry.names("canvas.speculators")))

@@ -20,6 +20,7 @@ from truedraft.canvas.layout import layout_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._options import (
+    CANVASES,
     COLDEST,
     AsJson,
     Dtype,
@@ -119,7 +120,7 @@ def bench(
         size_of(stretched, model)
     with waiting("loading the model") as show:
         use_threads(threads)
-        loaded, reader = load(model, dtype, quantize, stretched=stretched, runs=("text", "canvas"))
+        loaded, reader = load(model, dtype, quantize, stretched=stretched, runs=CANVASES)
         sources = _check_sources(loaded, modes)
         if diffuses := layout_of(loaded.config, reader) is not None:
             _refuse_for_diffusion(context)
@@ -336,7 +337,7 @@ def _check_names(
     prompts: Sequence[Path] | None, views: Sequence[str],
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
-    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views, runs=("text", "canvas"))
+    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views, runs=CANVASES)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)

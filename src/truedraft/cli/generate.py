@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
-from truedraft.cli._options import Control, Dtype, Quantize, Threads, View, check_names
+from truedraft.cli._options import SUBSETS, Control, Dtype, Quantize, Threads, View, check_names
 from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts, read_settings
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
-from truedraft.loading import Kind, check, kind_of
+from truedraft.loading import check, kind_of
 from truedraft.text.pieces import Pieces
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
     from truedraft.stats import Pass
-
-RUNS: tuple[Kind, ...] = ("text", "canvas", "subset")
 
 
 def generate(
@@ -92,11 +90,13 @@ def generate(
     documents = [read(path, "--reference") for path in reference or ()]
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
-    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "runs": RUNS}
+    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "runs": SUBSETS}
     check_names(model, dtype, quantize, **names)  # type: ignore[arg-type]
     shortest = 0 if kind_of(check(model, dtype, quantize)) == "subset" else 1  # its masks may be all that is filled
     config = read_settings(fields, settings or (), shortest) | of_canvas(block_length, steps)
-    fast = accelerated(model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, runs=RUNS)
+    fast = accelerated(
+        model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, runs=SUBSETS
+    )
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [

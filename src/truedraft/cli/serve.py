@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
-from truedraft.cli._options import check_names
+from truedraft.cli._options import CANVASES, check_names
 from truedraft.errors import Refused
 from truedraft.serve.config import ServeConfig, configured
 
@@ -39,7 +39,7 @@ def serve(**options: Any) -> int:
     drafts = [name for name in config.drafts if name != "none"]
     check_names(
         config.model, config.dtype, config.quantize,
-        drafts=drafts, control=config.control, rule=config.rule, views=[config.view], runs=("text", "canvas"),
+        drafts=drafts, control=config.control, rule=config.rule, views=[config.view], runs=CANVASES,
     )  # fmt: skip
     from truedraft.serve.keys import read_keys
 
@@ -52,7 +52,7 @@ def serve(**options: Any) -> int:
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
-        threads=config.threads, stretched=config.stretched, view=config.view, runs=("text", "canvas"),
+        threads=config.threads, stretched=config.stretched, view=config.view, runs=CANVASES,
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

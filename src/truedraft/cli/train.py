@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from truedraft import loading, registry
-from truedraft.cli._options import COLDEST, Threads, check_seeds, use_threads
+from truedraft.cli._options import CANVASES, COLDEST, Threads, check_seeds, use_threads
 from truedraft.errors import Refused
 from truedraft.targets import kinds
 
@@ -97,7 +97,7 @@ def train(
         from truedraft.train.canvases import train_policy
 
         plan.lr = lr or FINE_TUNING.get(policy, LEARNING_RATE)
-        model, tokenizer = load(target, argument="--target", runs=("text", "canvas"))
+        model, tokenizer = load(target, argument="--target", runs=CANVASES)
         print(train_policy(
             _training(policy, drafter), _placed(model, device), tokenizer, sources, out, plan, new=max_new_tokens,
             resume=resume,
