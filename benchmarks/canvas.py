@@ -32,7 +32,7 @@ from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
 
-EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8")
+EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8", "lattice", "lattice:canvases=16")
 TOKENS = {"story": 160, "edit": 320}
 AGAINST = {"left-to-right": "left-to-right", "lossy/dkv-cache-greedy": "left-to-right"}  # else the reference
 AS_IS = "as-is"
@@ -63,8 +63,8 @@ def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> 
     sides: dict[str, Any] = {"reference": truedraft.accelerate(model, tokenizer, draft=None)}
     for draft in EXACT:
         sides[draft] = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
-    sides["freedave, cost"] = truedraft.accelerate(model, tokenizer, draft="freedave:canvases=8")
-    sides["ssd, cost"] = truedraft.accelerate(model, tokenizer, draft="ssd:canvases=8")
+    for name in registry.names("canvas.speculators"):
+        sides[f"{name}, cost"] = truedraft.accelerate(model, tokenizer, draft=f"{name}:canvases=8")
     kind = "canvas.policies.lossy"
     for name in (*registry.names(kind), *registry.presets(kind)) if lossy else ():
         needs = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs

@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #endif
 #include "team.inc"
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 64, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 128, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16 };
 enum { KEYS = 64, MANY = 16, ROUNDED = 128, TOGETHER = 8, MOST_ROUNDED = 512, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
@@ -1013,9 +1013,9 @@ AVX2 static void latent(const Op *op, const Pass *pass, int64_t node) {
 }
 
 /* Each head of a chunk of nodes by its own part of a matrix. */
-AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, int64_t m0, Worker *worker) {
-  const int64_t left = pass->nodes - m0, nodes = left < CHUNK ? left : CHUNK, width = op->mode ? op->out : op->in;
-  float *rows[2] = {ROW(op->src, m0) + head * op->step + op->k_at, ROW(op->dst, m0) + head * op->kv_step};
+AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, Part nodes, Worker *worker) {
+  const int64_t width = op->mode ? op->out : op->in;
+  float *rows[2] = {ROW(op->src, nodes.first) + head * op->step + op->k_at, ROW(op->dst, nodes.first) + head * op->kv_step};
   const int64_t strides[2] = {pass->stride[op->src], pass->stride[op->dst]}, block = op->mode ? WIDE : block_of(op);
   Pass part = *pass;
   Op one = *op;
@@ -1030,8 +1030,8 @@ AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, int64_t m
   worker->op = NULL; /* another head's */
   for (int64_t first = 0; first < op->out; first += block) {
     const int64_t some = op->out - first < block ? op->out - first : block;
-    if (op->mode) columns(&one, &part, 0, first, some, 0, nodes);
-    else linear(&one, &part, 0, first, some, 0, nodes, worker);
+    if (op->mode) columns(&one, &part, 0, first, some, 0, nodes.rows);
+    else linear(&one, &part, 0, first, some, 0, nodes.rows, worker);
   }
   worker->op = NULL;
 }
@@ -1183,6 +1183,16 @@ IN int64_t first_seen(const Op *op, int64_t position) {
   return first < 0 ? 0 : first;
 }
 
+/* Whether two nodes of a slot read the same keys and values. */
+IN int read_alike(const Op *op, const Pass *pass, const int64_t *base, int64_t i, int64_t j) {
+  if (base[i] != base[j] || first_seen(op, pass->position[i]) != first_seen(op, pass->position[j])) return 0;
+  if (op->kind == CROSS) return 1;
+  const int64_t of_i = pass->extra_from[i], of_j = pass->extra_from[j], n = pass->extra_from[i + 1] - of_i;
+  const size_t size = sizeof(int64_t) * (size_t)n;
+  return pass->extra_from[j + 1] - of_j == n && !memcmp(pass->extra + of_i, pass->extra + of_j, size) &&
+         (!op->window || !memcmp(pass->extra_position + of_i, pass->extra_position + of_j, size));
+}
+
 /* One head of keys and values, for the nodes of one group and the query heads that share it. A row of scores holds those
  * of the places from `start` on; then only those that the node sees, in the order of its path. */
 AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t kv, Worker *worker) {
@@ -1246,12 +1256,26 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   const float *scores = worker->scores + rounds;
   if (shared > start) blend(op, scores, ld, count, values + start * bytes, shared - start, y);
   else shared = start;
+  for (int64_t i = from, next; i < to; i = next) {
+    for (next = i + 1; next < to && read_alike(op, pass, base, i, next); next++);
+    const int64_t at = (i - from) * share, queries = (next - i) * share;
+    const int64_t first = low[i - from] > shared ? low[i - from] : shared;
+    const float *row = scores + at * ld, *p = row + base[i] - start;
+    float *sums = y + at * head;
+    if (base[i] > first) blend(op, row + first - start, ld, queries, values + first * bytes, base[i] - first, sums);
+    int64_t place = 0, run = 0;
+    EXTRAS(i, e) {
+      if (run && pass->extra[e] != place + run) {
+        blend(op, p, ld, queries, values + place * bytes, run, sums);
+        p += run;
+        run = 0;
+      }
+      if (!run++) place = pass->extra[e];
+    }
+    if (run) blend(op, p, ld, queries, values + place * bytes, run, sums);
+  }
   for (int64_t i = from, at = 0; i < to; i++)
     for (int64_t h = 0; h < share; h++, at++) {
-      const float *row = scores + at * ld, *p = row + base[i] - start;
-      const int64_t first = low[i - from] > shared ? low[i - from] : shared;
-      if (base[i] > first) blend(op, row + first - start, ld, 1, values + first * bytes, base[i] - first, y + at * head);
-      EXTRAS(i, e) blend(op, p++, ld, 1, values + pass->extra[e] * bytes, 1, y + at * head);
       float *result = ROW(op->dst, i) + (kv * share + h) * head;
       for (int64_t d = 0; d < head; d += L)
         _mm256_storeu_ps(result + d, rounded(_mm256_loadu_ps(y + at * head + d), op->narrow));
@@ -1515,20 +1539,29 @@ static void choose(const Op *op, const float *scores, float *marks) {
   }
 }
 
+/* The nodes of an operation are computed in equal parts. */
+IN int64_t chunks_of(int64_t nodes) { return (nodes + CHUNK - 1) / CHUNK; }
+
+IN Part part_at(const Op *op, const Pass *pass, int64_t i) {
+  if (op->experts) return pass->plan->part[i];
+  const int64_t nodes = op->tail ? pass->tail : pass->nodes, parts = chunks_of(nodes), first = nodes * i / parts;
+  return (Part){0, first, nodes * (i + 1) / parts - first};
+}
+
 static int64_t tasks_of(const Op *op, const Pass *pass) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes;
   if (op->spared && all_spared(pass)) return 0;
   switch (op->kind) {
     case LINEAR:
     case GATED: {
-      const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
+      const int64_t parts = op->experts ? pass->plan->parts : chunks_of(nodes);
       return parts * ((op->out + block_of(op) - 1) / block_of(op));
     }
     case COLUMNS: {
-      const int64_t parts = op->experts ? pass->plan->parts : (nodes + CHUNK - 1) / CHUNK;
+      const int64_t parts = op->experts ? pass->plan->parts : chunks_of(nodes);
       return parts * ((op->out + WIDE - 1) / WIDE);
     }
-    case HEADS: return (nodes + CHUNK - 1) / CHUNK * op->heads;
+    case HEADS: return chunks_of(nodes) * op->heads;
     case PLAN: return 1;
     case CONVOLVE: return pass->rows * ((op->in + CHANNELS - 1) / CHANNELS);
     case RECUR: return pass->rows * op->kv_heads;
@@ -1553,22 +1586,20 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case LINEAR:
     case GATED: {
       const int64_t block = block_of(op), blocks = (op->out + block - 1) / block;
-      const int64_t first = task % blocks * block, m0 = task / blocks * CHUNK;
-      const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
-      const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
+      const int64_t first = task % blocks * block, rows = op->out - first;
+      const Part part = part_at(op, pass, task / blocks);
       linear(op, pass, part.expert, first, rows < block ? rows : block, part.first, part.rows, worker);
       return;
     }
     case COLUMNS: {
-      const int64_t blocks = (op->out + WIDE - 1) / WIDE, first = task % blocks * WIDE, m0 = task / blocks * CHUNK;
-      const int64_t nodes = (op->tail ? pass->tail : pass->nodes) - m0, rows = op->out - first;
-      const Part part = op->experts ? pass->plan->part[task / blocks] : (Part){0, m0, nodes < CHUNK ? nodes : CHUNK};
+      const int64_t blocks = (op->out + WIDE - 1) / WIDE, first = task % blocks * WIDE, rows = op->out - first;
+      const Part part = part_at(op, pass, task / blocks);
       columns(op, pass, part.expert, first, rows < WIDE ? rows : WIDE, part.first, part.rows);
       return;
     }
     case PREPARE: prepare(op, pass, task); return;
     case LATENT: latent(op, pass, task); return;
-    case HEADS: by_head(op, pass, task % op->heads, task / op->heads * CHUNK, worker); return;
+    case HEADS: by_head(op, pass, task % op->heads, part_at(op, pass, task / op->heads), worker); return;
     case ATTEND:
     case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case GATHER:
