@@ -95,8 +95,8 @@ class CanvasRow:
     reach: index of the last block whose masks the next pass predicts; `at` where it is smaller.
     causal: how the next pass reads the canvas, see `Policy.causal`.
     committed: tokens whose keys and values are kept.
-    predictions: those at the latest canvas of the row that was scored, without the positions fixed since; None at the
-        start of a block.
+    predictions: those at the latest canvas of the row that was scored, without the positions fixed since; at the start
+        of a block those of another canvas, for drafts alone, or None.
     emitted: new tokens that are known without a gap, up to the end of the text.
     ended: whether these end the text.
     memory: of a policy or speculator, by its id.

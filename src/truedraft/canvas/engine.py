@@ -29,12 +29,12 @@ class Verified:
 
     path: what is fixed beyond the row's own after each; the last one leads beyond the pass.
     last: index of the canvas that it starts from.
-    predictions: at that canvas, without the positions that the step fixes.
+    predictions: at all canvases of the row.
     """
 
     path: list[Fixed]
     last: int
-    predictions: Predictions
+    predictions: list[Predictions]
 
 
 class CanvasEngine:
@@ -108,7 +108,7 @@ class CanvasEngine:
         self.control.observe(proposed, paths)
         emitted = []
         for slot, (row, batch, found) in enumerate(zip(self.rows, batches, verified, strict=True)):
-            self._advance(slot, row, found, variants[slot][found.last].block)
+            self._advance(slot, row, found, batch, [one.block for one in variants[slot]])
             emitted.append(Emission(row.index, row.emit(), len(found.path) - 1, len(batch) - 1))
         for slot in reversed(range(len(self.rows))):
             if self.rows[slot].finished:
@@ -163,16 +163,36 @@ class CanvasEngine:
             fixed = batch[at].fixed | self.policy.choose(predictions[at], row)
             path.append(fixed)
             at = places.get(Draft(fixed, len(path)))
-        return Verified(path, last, predictions[last].after(fixed - batch[last].fixed, 1))
+        return Verified(path, last, predictions)
 
-    def _advance(self, slot: int, row: CanvasRow, verified: Verified, block: range) -> None:
-        """Move a row to the canvas behind its last step; `block` is the one that this step fills."""
-        row.canvas.fix(verified.path[-1])
-        row.taken += [after - before for before, after in pairwise([OWN.fixed, *verified.path])]
-        row.at = row.blocks.index(block)
-        row.committed = self.target.commit(slot, verified.last)
-        row.predictions = verified.predictions
+    def _advance(
+        self, slot: int, row: CanvasRow, verified: Verified, batch: Sequence[Draft], blocks: Sequence[range]
+    ) -> None:
+        """Move a row to the canvas behind its last step.
+
+        blocks: those that the canvases of the batch fill.
+        """
+        path, last = verified.path, verified.last
+        row.canvas.fix(path[-1])
+        row.taken += [after - before for before, after in pairwise([OWN.fixed, *path])]
+        row.at = row.blocks.index(blocks[last])
+        row.committed = self.target.commit(slot, last)
+        row.predictions = verified.predictions[last].after(path[-1] - batch[last].fixed, 1)
         row.advance()
+        if row.predictions is None and self.speculator is not None:
+            row.predictions = self._of_another(row, verified, batch, blocks)
+
+    def _of_another(
+        self, row: CanvasRow, verified: Verified, batch: Sequence[Draft], blocks: Sequence[range]
+    ) -> Predictions | None:
+        """The predictions of the canvas of the pass that is most like the row's, a wrong one, at the start of a block:
+        the right one fills the block before it, and predicts nothing here."""
+        fixed, steps = verified.path[-1], len(verified.path)
+        reached = [i for i, block in enumerate(blocks) if row.at < len(row.blocks) and block == row.block]
+        if not reached:
+            return None
+        best = max(reached, key=lambda i: len(batch[i].fixed & fixed))
+        return verified.predictions[best].after(fixed, steps - batch[best].steps)
 
     def release(self, slot: int) -> None:
         """Remove a row; the last one moves into its slot."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from math import exp, sqrt
+from math import exp, log1p, sqrt
 
 from truedraft.canvas._base import NOTHING, OWN, CanvasRow, Draft, Fixed, Policy, Predictions, Speculator
 from truedraft.canvas.speculators.freedave import Freedave
@@ -27,19 +27,22 @@ Guesses = dict[int, list[tuple[int, float]]]  # by masked position: tokens, like
 
 FLOOR = -8.0  # log-probability that stands for a copied token which is none of the likeliest
 COPIED = 3  # place of such a token among the candidates of its position
+MOST = -1e-5  # largest log-probability
 LEAST = 0.01  # chance of a step below which it is no candidate
 
-# Indices of features, the first of each kind. Of a token: its log-probability and probability, the log-probability of
-# the likeliest at its position, its place among these (the last for copies alone). Of a position: its place by
-# confidence and from the left, whether the one before it is known, and known since the last step. Of a copy: how many
+# Indices of features, the first of each kind. Of a token: its log-odds, alone, where the position before is known, and
+# where it is the copied one; its probability; its place at its position (the last for copies alone). Of a position: its
+# place by confidence and from the left; whether the one before it is known, and since the last step; whether the one
+# behind it is known; which of the two are fixed since the predictions or in the step before these. Of a copy: how many
 # tokens match (1, 2, 3 to 5, more), whether it is not the first of the copied; another token than that. Of all other
 # steps: by the steps since the predictions.
-LOG, PROBABILITY, BEST, PLACE, ORDER, LEFT, BEHIND, LATEST, COPY, FAR, OTHER, NONE = (
-    0, 1, 2, 3, 7, 10, 14, 15, 16, 20, 21, 22,
+ODDS, ODDS_BEHIND, ODDS_COPIED, PROBABILITY, PLACE, ORDER, LEFT, BEHIND, LATEST, BEFORE, SINCE = (
+    0, 1, 2, 3, 4, 8, 14, 18, 19, 20, 21,
 )  # fmt: skip
+COPY, FAR, OTHER, NONE = 23, 27, 28, 29
 PRIOR = (  # learnt on stories, Python and edits of nano-diffusion
-    0.22, 1.4, 0.0, 0.0, -0.5, -1.0, 0.7, 0.35, -0.1, -0.3, 0.0, 0.4, 0.0,
-    -1.0, 0.6, 1.3, 0.25, 0.7, 0.8, 1.3, -0.7, -1.2, 0.35, 0.35, -0.1, -0.6,
+    0.64, -0.12, -0.29, 0.49, 0.04, -0.07, -0.59, 0.41, 0.23, -0.19, -0.22, -0.19, -0.08, 0.08, -0.22, 0.27, 0.12,
+    -0.49, 0.31, 0.6, 0.08, 0.68, 0.18, 0.43, 0.87, 1.01, 1.19, 0.0, -0.75, 0.33, 0.4, -0.12, -0.78,
 )  # fmt: skip
 CERTAINTY = 30.0  # squared gradients that stand behind it
 
@@ -127,7 +130,7 @@ class Lattice(Speculator):
         idea="Verify the canvases that decoding most probably reaches, by what its steps so far have taught.",
         family="tree",
     )
-    canvases: int = knob(8, 1, 64)  # scored per pass besides the row's own, at most
+    canvases: int = knob(16, 1, 64)  # scored per pass besides the row's own, at most
     tokens: int = knob(3, 1, 3)  # candidates at a position besides the copied one
     rate: float = knob(0.1, 0, 1)  # of learning
 
@@ -167,7 +170,8 @@ class Lattice(Speculator):
             guesses = _guesses(row.predictions.after(draft.fixed, draft.steps), 1)
         options = {}
         if block.start <= row.block.stop:
-            options = _options(guesses, masked, known.copies(canvas.tokens, masked), {place for place, _ in latest})
+            recent = draft.fixed | row.taken[-1] if row.taken else draft.fixed
+            options = _options(guesses, masked, known.copies(canvas.tokens, masked), _places(latest), _places(recent))
         features = (*options.values(), ((NONE + min(draft.steps, 3), 1.0),))
         scores = [exp(weights.score(one)) for one in features]
         total = sum(scores)
@@ -198,32 +202,39 @@ def _guesses(predictions: Predictions | None, count: int) -> Guesses:
     }
 
 
+def _places(fixed: Fixed) -> set[int]:
+    return {position for position, _ in fixed}
+
+
+def _odds(log: float) -> float:
+    """Log-odds of a log-probability, limited."""
+    return log - log1p(-exp(min(log, MOST)))
+
+
 def _options(
-    guesses: Guesses, masked: Sequence[int], copies: dict[int, tuple[int, int, int]], latest: set[int]
+    guesses: Guesses, masked: Sequence[int], copies: dict[int, tuple[int, int, int]], latest: set[int], recent: set[int]
 ) -> dict[Fixed, Features]:
     """The features of the candidates of a step.
 
-    latest: positions that the step before has fixed.
+    latest, recent: positions that the step before has fixed, and all since the predictions.
     """
     hidden, order = set(masked), sorted((-guesses[i][0][1], i) for i in masked if i in guesses)
     places = {position: place for place, (_, position) in enumerate(order)}
     options: dict[Fixed, Features] = {}
     for left, position in enumerate(masked):
-        at = [(LEFT + min(left, 3), 1.0)]
-        if (place := places.get(position, 3)) < 3:
-            at.append((ORDER + place, 1.0))
-        if position - 1 not in hidden:
-            at.append((BEHIND, 1.0))
-        if position - 1 in latest:
-            at.append((LATEST, 1.0))
+        behind = position - 1 not in hidden
+        indices = [LEFT + min(left, 3), ORDER + min(places.get(position, 5), 5)]
+        indices += [BEHIND] * behind + [BEFORE] * (position + 1 not in hidden) + [LATEST] * (position - 1 in latest)
+        indices += [SINCE + side for side, place in enumerate((position - 1, position + 1)) if place in recent]
+        at = [(i, 1.0) for i in indices]
         copied, matched, far = copies.get(position, (None, 0, 0))
         copy = [(COPY + (min(matched, 3) - 1 if matched < 6 else 3), 1.0), (FAR, float(far > 0))]
-        best = guesses[position][0][1] if position in guesses else FLOOR
         candidates = [(token, log, place) for place, (token, log) in enumerate(guesses.get(position, []))]
         if copied is not None and all(token != copied for token, _, _ in candidates):
             candidates.append((copied, FLOOR, COPIED))
         for token, log, place in candidates:
-            of_copy = [] if copied is None else copy if token == copied else [(OTHER, 1.0)]
-            features = ((LOG, log), (PROBABILITY, exp(log)), (BEST, best), (PLACE + place, 1.0), *at, *of_copy)
-            options[frozenset({(position, token)})] = features
+            odds = _odds(log)
+            of_copy = [] if copied is None else [*copy, (ODDS_COPIED, odds)] if token == copied else [(OTHER, 1.0)]
+            of_token = ((ODDS, odds), (ODDS_BEHIND, odds * behind), (PROBABILITY, exp(log)), (PLACE + place, 1.0))
+            options[frozenset({(position, token)})] = (*of_token, *at, *of_copy)
     return options
