@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 
 from truedraft.canvas._base import Draft, Fixed, Rates
 from truedraft.canvas.targets import CanvasTarget
@@ -14,6 +14,7 @@ from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
 
 LONGEST = 32  # passes from one proposal to the next, and from one pass without drafts to the next
+SHARE = 0.01  # of the time of passes, for proposals that do not pay
 MARGIN = 0.7  # of the least chance of a proposal, since passes of some widths cost little more
 
 
@@ -65,7 +66,7 @@ class CanvasCosts(CanvasControl):
 
     The chances that speculators give are calibrated: how often such drafts are right is learnt, also from drafts that
     were not scored, where the steps that the row took confirm or refute them. While none pay, with the time of
-    proposing them, they are proposed in fewer and fewer passes, for that alone.
+    proposing them, they are proposed in fewer and fewer passes, within a small share of the time.
     """
 
     name = "cost"
@@ -110,7 +111,8 @@ class CanvasCosts(CanvasControl):
             if (goodput := steps / self._curve(nodes)) > best:
                 best, kept, self._width, gained = goodput, list(counts), nodes, steps
         if any(drafts):
-            self._pause(gained / (self._curve(self._width) + self._spent()) > plain)
+            spent = self._spent()
+            self._pause(gained / (self._curve(self._width) + spent) > plain, spent / self._curve(self._plain))
         self._scored = self._scored + 1 if any(kept) else 0
         self._before = self.times.target
         return kept
@@ -141,9 +143,10 @@ class CanvasCosts(CanvasControl):
         self._proposal += self.rate * (spent - self._proposal)
         return self._proposal
 
-    def _pause(self, pays: bool) -> None:
+    def _pause(self, pays: bool, cost: float) -> None:
+        """cost: of a proposal, in passes."""
         self._idle = 0 if pays else self._idle + 1
-        self._paused = min(2**self._idle, LONGEST) - 1
+        self._paused = min(2**self._idle, max(ceil(cost / SHARE), 1), LONGEST) - 1
 
     def observe(self, drafts: Sequence[Sequence[Draft]], reached: Sequence[Sequence[Fixed]]) -> None:
         for of_row, path in zip(drafts, reached, strict=True):
