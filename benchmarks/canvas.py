@@ -32,7 +32,7 @@ from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
 
-EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8", "lattice", "lattice:canvases=16")
+EXACT = ("freedave", "freedave:canvases=8", "ssd", "ssd:canvases=8", "lattice:canvases=8", "lattice")
 TOKENS = {"story": 160, "edit": 320}
 AGAINST = {"left-to-right": "left-to-right", "lossy/dkv-cache-greedy": "left-to-right"}  # else the reference
 AS_IS = "as-is"
@@ -57,16 +57,16 @@ def loss_of(judge: Any, ids: list[int], start: int) -> tuple[float, int]:
     ) - start
 
 
-def measured(model: Any, tokenizer: Any, few: int, rounds: int, lossy: bool) -> list[dict[str, Any]]:
-    """A row by method and kind of prompt."""
+def measured(model: Any, tokenizer: Any, few: int, rounds: int, every: bool) -> list[dict[str, Any]]:
+    """A row by method and kind of prompt; without `every` those of exact methods under cost control, and fast-dllm."""
     judge = load("nano")[0]
     sides: dict[str, Any] = {"reference": truedraft.accelerate(model, tokenizer, draft=None)}
-    for draft in EXACT:
+    for draft in EXACT if every else ():
         sides[draft] = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
     for name in registry.names("canvas.speculators"):
-        sides[f"{name}, cost"] = truedraft.accelerate(model, tokenizer, draft=f"{name}:canvases=8")
+        sides[f"{name}, cost"] = truedraft.accelerate(model, tokenizer, draft=name)
     kind = "canvas.policies.lossy"
-    for name in (*registry.names(kind), *registry.presets(kind)) if lossy else ():
+    for name in (*registry.names(kind), *registry.presets(kind)) if every else ("fast-dllm",):
         needs = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0]).card.needs
         if "training" not in needs:
             rule = registry.load(kind, name, **({"model": judge} if "guide" in needs else {}))
@@ -138,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano-diffusion")
     parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.1B"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the stretched sizes")
     parser.add_argument("--few", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--views", action="store_true", help="views alone, with attention to the whole canvas")
@@ -148,12 +149,14 @@ def main() -> None:
         found["views"] = viewed(*load(args.model), args.few, args.rounds)
         _save(found, args.json)
     for size in () if args.views else args.sizes:
-        model, tokenizer = load(args.model)
-        if size != AS_IS:
-            layers, hidden = size_of(size, "nano")
-            model = stretched.stretched(model, layers=layers, hidden=hidden)
-        found["sizes"][size] = measured(model, tokenizer, args.few, args.rounds, lossy=size == AS_IS)
-        _save(found, args.json)
+        for dtype in ["float32"] if size == AS_IS else args.dtypes:
+            model, tokenizer = load(args.model)
+            if size != AS_IS:
+                layers, hidden = size_of(size, "nano")
+                model = stretched.stretched(model, layers=layers, hidden=hidden)
+            of_size = measured(model.to(getattr(torch, dtype)), tokenizer, args.few, args.rounds, every=size == AS_IS)
+            found["sizes"][f"{size}, {dtype}"] = of_size
+            _save(found, args.json)
 
 
 def _save(found: dict[str, Any], path: Path | None) -> None:
