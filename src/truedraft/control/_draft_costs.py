@@ -23,6 +23,7 @@ class DraftCosts:
     levels: int = 0
     seconds: float = 0.0
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _unusual: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _of_levels: tuple[float, float] = (0.0, 0.0)  # decayed seconds of drafting, and levels drafted
 
     @property
@@ -37,10 +38,11 @@ class DraftCosts:
         drafting: seconds of proposing alone. spent: with observing and control.
         usual: whether later drafts will take as long; after a pause a drafter first reads the tokens emitted in it.
         """
+        alike = self._recent if usual else self._unusual
+        alike.append(spent)
         if usual:
-            self._recent.append(spent)
-            self.seconds = median(self._recent)
+            self.seconds = median(alike)
         if self.levels:
             seconds, levels = self._of_levels
             self._of_levels = seconds * self.memory + max(drafting, 0.0), levels * self.memory + self.levels
-        return min(spent, HICCUP * self.seconds) if self._recent else spent
+        return min(spent, HICCUP * median(alike))

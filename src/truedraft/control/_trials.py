@@ -51,7 +51,7 @@ class TrialBudget:
         """
         allowed = self.slack * max(passed, 0.0)
         left = self._left + allowed - (0.0 if self._solvent else lost)
-        self._left = min(max(left, -RESERVE * plain), RESERVE * plain)
+        self._left = min(left, RESERVE * plain)
         self._full = left >= RESERVE * plain
         # bounded above so that bad drafts stop soon, and below so that better ones soon resume
         self._earned = min(max(self._earned - lost, -2 * CREDIT * plain), EARNED * plain)
