@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from truedraft.canvas._base import NOTHING, Canvas, CanvasRow, Predictions
+import truedraft
+from test_canvas import model_of, plain
+from truedraft.canvas._base import NOTHING, Canvas, CanvasRow, Draft, Predictions
+from truedraft.canvas.layout import Layout
 from truedraft.canvas.policies.low_confidence import LowConfidence
 from truedraft.canvas.speculators.lattice import Known, Lattice
 
@@ -71,3 +74,38 @@ def test_it_learns_which_steps_a_model_takes() -> None:
         chances.append(max((draft.chance for draft in drafts if draft.fixed == step), default=0.0))
         speculator.observe(row, policy, drafts, [NOTHING | step])
     assert sum(chances[:20]) / 20 < 0.7 and sum(chances[-20:]) / 20 > 0.9
+
+
+class Recorded(Lattice):
+    """Records, at the start of each block, what it proposes from; and the drafts of the pass before."""
+
+    def propose(self, row: CanvasRow, policy: Any, least: float) -> list[Draft]:
+        reached = [(text, fixed) for text, fixed in self.earlier if not row.canvas.masked(range(row.block.start))]
+        if row.predictions is not None and row.canvas.masked(row.block) == [*row.block] and reached:
+            self.found.append((list(row.canvas.tokens), row.predictions, row.block, reached))
+        drafts = super().propose(row, policy, least)
+        self.earlier = [(row.canvas.after(draft.fixed), draft.fixed) for draft in drafts]
+        return drafts
+
+
+def test_a_block_is_drafted_by_the_predictions_of_the_canvas_most_like_the_rows() -> None:
+    """Of those that the pass before scored, against plain forwards; the row's own filled the block before."""
+    model, layout = model_of(), Layout(MASK, "blocks", BLOCK)
+    speculator = Recorded(canvases=8)
+    speculator.earlier, speculator.found = [], []
+    fast: Any = truedraft.accelerate(model, layout=layout, draft=speculator, control="fixed")
+    for seed in range(6):
+        prompt = random.Random(seed).choices(range(1, 90), k=5)
+        fast.generate(torch.tensor([prompt]), max_new_tokens=23, suppress_tokens=[MASK])
+    assert len(speculator.found) >= 3
+    for tokens, made, block, reached in speculator.found:
+        likeness = {}
+        for canvas, fixed in reached:
+            if canvas.masked(range(block.start)) or not canvas.masked(block):
+                continue
+            logits = plain(model, canvas.tokens[: block.stop], layout)
+            scores = torch.log_softmax(logits, -1)[list(made.positions)]
+            same = torch.allclose(scores.exp(), made.scores.exp(), atol=1e-5)
+            likeness[fixed] = sum(tokens[place] == token for place, token in fixed), same
+        most = max(count for count, _ in likeness.values())
+        assert any(same for count, same in likeness.values() if count == most)

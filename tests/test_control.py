@@ -395,6 +395,28 @@ def test_what_drafts_lose_stays_within_the_slack(control: Cost) -> None:
     assert 0.005 * passes < lost < (control.slack + 0.002) * passes + 1
 
 
+def test_readings_of_prompts_stay_within_the_slack() -> None:
+    """In each call the first draft reads the prompt, in as many passes as the call has; no draft is right."""
+    control, lost, calls, passes = Cost(), 0.0, 60, 50
+    for _ in range(calls):
+        opened(DRAFTER, control=control)
+        row, reading = row_of(), float(passes)
+        control.start([row])
+        for _ in range(passes):
+            (most,) = control.budget([row])
+            spent = reading + 0.5 if most else 0.0
+            reading = 0.0 if most else reading
+            spend(control, draft=spent)
+            tree = DraftTree.chain(row.tokens[-1], [9] * most)
+            spent += STEEP(len(control.prune([row], [tree])[0])) - 1.0
+            spend(control, target=1.0)
+            row.tokens += [2]
+            control.observe([row], [tree], [])
+            lost += spent
+        control.end(row)
+    assert passes < lost < control.slack * calls * passes + 3 * passes
+
+
 def test_drafting_begins_after_the_first_passes_were_timed() -> None:
     fresh = SimpleNamespace(kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve: curve)
     control, row = opened(DRAFTER, fresh), row_of()
