@@ -33,8 +33,8 @@ def main() -> None:
     judge, prompts = load("nano")[0], read_lines(args.prompts)
     expected: list[list[int]] = []
     rows: list[dict[str, Any]] = []
-    for name in (args.model, args.run):
-        model, tokenizer = load(name)
+    for name, source in (("original", args.model), ("trained", args.run)):
+        model, tokenizer = load(source)
         for rule in (None, "lossy/dparallel"):
             fast: Any = truedraft.accelerate(model, tokenizer, draft=None, rule=rule)
             passes, texts, loss, scored = 0, [], 0.0, 0
