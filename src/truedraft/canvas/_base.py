@@ -251,10 +251,12 @@ class Predictions:
         else:
             tokens, confidence = self.drawn(rest, steps)
         positions, origin = tuple(self.positions[i] for i in rest), self.drawn
+        scores = self.scores[rest]
+        logits = scores if self.logits is self.scores else self.logits[rest]
         drawn = None if origin is None else lambda indices, later: origin([rest[i] for i in indices], steps + later)
         return replace(
-            self, positions=positions, logits=self.logits[rest], scores=self.scores[rest], tokens=tokens,
-            confidence=confidence, drawn=drawn, again=None,
+            self, positions=positions, logits=logits, scores=scores, tokens=tokens, confidence=confidence, drawn=drawn,
+            again=None,
         )  # fmt: skip
 
     @property

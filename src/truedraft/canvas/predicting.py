@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -41,17 +42,16 @@ class Chooser:
         """
         scores = torch.log_softmax(logits, -1)
         warped = self.warpers(None, scores) if self.warpers else scores  # type: ignore[arg-type]
-        sizes = [len(positions) for positions in places]
-        found = []
+        ends = list(accumulate([len(positions) for positions in places], initial=0))
+        spans = [slice(*pair) for pair in pairwise(ends)]
+        found, chosen = list[Predictions](), list[Choices]()
         if self.noise is None:
             likeliest = warped.argmax(-1)
-            sure = scores.gather(-1, likeliest[:, None])[:, 0]
-            choices = zip(likeliest.split(sizes), sure.split(sizes), strict=True)
-            chosen = [(tuple(tokens.tolist()), tuple(confidence.tolist())) for tokens, confidence in choices]
-        else:
-            chosen = []
-        parts = zip(warped.split(sizes), scores.split(sizes), places, steps, blocks, strict=True)
-        for i, (of_canvas, own, positions, step, block) in enumerate(parts):
+            sure, tokens = scores.gather(-1, likeliest[:, None])[:, 0].tolist(), likeliest.tolist()
+            chosen = [(tuple(tokens[span]), tuple(sure[span])) for span in spans]
+        for i, (span, positions, step, block) in enumerate(zip(spans, places, steps, blocks, strict=True)):
+            own = scores[span]
+            of_canvas = own if warped is scores else warped[span]
             drawn = None
             if self.noise is not None:
                 drawn = partial(self._draw, of_canvas, own, row, tuple(positions), step)
