@@ -33,9 +33,9 @@ LEAST = 0.01  # chance of a step below which it is no candidate
 # Indices of features, the first of each kind. Of a token: its log-odds, alone, where the position before is known, and
 # where it is the copied one; its probability; its place at its position (the last for copies alone). Of a position: its
 # place by confidence and from the left; whether the one before it is known, and since the last step; whether the one
-# behind it is known; which of the two are fixed since the predictions or in the step before these. Of a copy: how many
-# tokens match (1, 2, 3 to 5, more), whether it is not the first of the copied; another token than that. Of all other
-# steps: by the steps since the predictions.
+# behind it is known; which of the two are fixed since the predictions. Of a copy: how many tokens match (1, 2, 3 to 5,
+# more), whether it is not the first of the copied; another token than that. Of all other steps: by the steps since the
+# predictions.
 ODDS, ODDS_BEHIND, ODDS_COPIED, PROBABILITY, PLACE, ORDER, LEFT, BEHIND, LATEST, BEFORE, SINCE = (
     0, 1, 2, 3, 4, 8, 14, 18, 19, 20, 21,
 )  # fmt: skip
