@@ -181,6 +181,12 @@ def test_response_templates_too(text: str, cuts: list[int]) -> None:
         assert sorted(without_tags(whole[0] + whole[2])) == sorted(without_tags(text))
 
 
+@pytest.mark.parametrize("thought", ["a", "<"])
+def test_a_call_without_end_is_content_without_the_thought_before_it(thought: str) -> None:
+    reader = ResponseTemplateParser(RESPONSE_TEMPLATE, TOOLS, "")
+    assert message(reader, f"<think>{thought}</think><call>") == ("<call>", [], thought)
+
+
 def test_a_tokenizers_own_response_template_is_used() -> None:
     tokenizer = load_tokenizer("nano", "MODEL")
     tokenizer.chat_template, tokenizer.response_template = THINKING, RESPONSE_TEMPLATE

@@ -297,15 +297,19 @@ class ResponseTemplateParser:
             if event["field"] in REASONING:
                 return Delta(reasoning=text)
             return Delta(text if event["field"] == "content" else "")
-        if event["type"] != "region_close" or event["field"] != "tool_calls":
+        closed = event["type"] == "region_close"
+        by_pattern = f"{'close' if closed else 'open'}_pattern" in self.template["fields"].get(event["field"], {})
+        read_on = latest if by_pattern else ""  # the next character ends a pattern
+        if event["type"] != "region_chunk" and event["field"] in REASONING:
+            self._unread = read_on  # its tags are no content
+        if not closed or event["field"] != "tool_calls":
             return Delta()
         calls = [call["function"] for call in _listed(event["value"])]
         if not calls or any(call["name"] not in self.names for call in calls):
             return Delta(self._rejected())
         made = [_made(self._calls + i, HERMES.new_id(), c["name"], c["arguments"]) for i, c in enumerate(calls)]
         self._calls += len(calls)
-        closed_by_pattern = "close_pattern" in self.template["fields"]["tool_calls"]  # which the next character ends
-        self._unread = latest if closed_by_pattern else ""
+        self._unread = read_on
         return Delta(tool_calls=tuple(made))
 
     def _rejected(self) -> str:
