@@ -61,7 +61,7 @@ def test_drafts_are_distinct_reachable_and_by_falling_chance() -> None:
 
 
 def test_it_learns_which_steps_a_model_takes() -> None:
-    """Of two masks the first one is always fixed, with the token of the copy, whatever the model predicts there."""
+    """Of two masks the second one is always fixed, with the token of the copy, whatever the model predicts there."""
     noise, pick = torch.Generator().manual_seed(2), random.Random(3)
     speculator: Any = Lattice()
     policy, chances = LowConfidence(), []
@@ -69,11 +69,11 @@ def test_it_learns_which_steps_a_model_takes() -> None:
         text = pick.sample(range(1, SIZE), 8)
         row = row_of([*text, text[0], text[1]], 2)
         row.predictions = predictions(row, torch.randn(2, SIZE, generator=noise))
-        step = frozenset({(10, text[2])})
+        step = frozenset({(11, text[3])})
         drafts = speculator.propose(row, policy, 0.0)
         chances.append(max((draft.chance for draft in drafts if draft.fixed == step), default=0.0))
         speculator.observe(row, policy, drafts, [NOTHING | step])
-    assert sum(chances[:20]) / 20 < 0.7 and sum(chances[-20:]) / 20 > 0.9
+    assert sum(chances[:20]) / 20 < 0.5 and sum(chances[-20:]) / 20 > 0.9
 
 
 class Recorded(Lattice):
