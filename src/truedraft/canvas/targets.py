@@ -214,7 +214,8 @@ class BlockTarget(CanvasTarget):
         self, nodes: Nodes, slot: int, tokens: Sequence[int], start: int, place: int, before: Sequence[int], size: int
     ) -> None:
         """Nodes of complete blocks, from a position on: each attends to what is committed, to the places `before` of
-        this pass, and to those of these nodes up to the end of its block.
+        this pass, and to those of these nodes up to the end of its block; places that directly follow what is committed
+        count as that.
 
         size: positions of each block, but for the last; 1 where nodes read those before them alone.
         """
@@ -225,12 +226,14 @@ class BlockTarget(CanvasTarget):
         nodes.slot += [slot] * n
         nodes.position += range(start, start + n)
         nodes.place += range(place, place + n)
-        nodes.base += [base] * n
         for i in range(0, n, size):
             end = min(i + size, n)
             reads = [*before, *range(place, place + end)]
+            behind = next((k for k, read in enumerate(reads) if read != base + k), len(reads))
+            del reads[:behind]
             first = start + end - len(reads)
             for _ in range(i, end):
+                nodes.base.append(base + behind)
                 nodes.extra += reads
                 nodes.extra_position += range(first, first + len(reads))
                 nodes.extra_from.append(len(nodes.extra))

@@ -29,7 +29,7 @@ SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # least rounds, however long they take
 DOUBTED = 2.0  # times the typical cost, to which the estimate from fewer than ENOUGH passes is limited
 BANDWIDTH = 2e10  # assumed bytes per second of reading weights, before any pass was observed
-VERSION = 5
+VERSION = 6
 
 
 class Timed(NamedTuple):

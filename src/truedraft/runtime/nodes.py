@@ -69,11 +69,8 @@ class Nodes:
         self.slot += [slot] * n
         self.position += range(end, end + n)
         self.place += range(end, end + n)
-        self.base += [end] * n
-        for _ in range(n):
-            self.extra += range(end, end + n)
-            self.extra_position += range(end, end + n)
-            self.extra_from.append(len(self.extra))
+        self.base += [end + n] * n
+        self.extra_from += [len(self.extra)] * n
         self._grouped(first, n, end + n)
 
     def add_node(self, slot: int, position: int, place: int, base: int, above: Sequence[int]) -> None:

@@ -25,8 +25,8 @@ typedef uint16_t bf16;
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
+#define BF16 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define PAUSE _mm_pause
 #else
 #include "neon.inc"
@@ -86,7 +86,7 @@ AVX2 IN __m256 round8(__m256 a) {
   return _mm256_blendv_ps(_mm256_castsi256_ps(u), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-AVX2 IN __m256 rounded(__m256 a, int narrow) { return narrow ? round8(a) : a; }
+AVX2 IN __m256 rounded8(__m256 a, int narrow) { return narrow ? round8(a) : a; }
 
 /* A mask of the first `left` lanes. */
 AVX2 IN __m256i first8(int64_t left) {
@@ -96,90 +96,18 @@ AVX2 IN __m256i first8(int64_t left) {
 /* The first `left` lanes of a, zero in the others. */
 AVX2 IN __m256 keep8(__m256 a, int64_t left) { return _mm256_and_ps(a, _mm256_castsi256_ps(first8(left))); }
 
-/* exp, within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes). */
-AVX2 IN __m256 exp8(__m256 x) {
-  __m256 bad = _mm256_cmp_ps(x, x, _CMP_UNORD_Q), small = _mm256_cmp_ps(x, _mm256_set1_ps(-87.3f), _CMP_LT_OQ);
-  __m256 y = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.7f));
-  __m256 n = _mm256_round_ps(_mm256_mul_ps(y, _mm256_set1_ps(1.44269504088896341f)), 0x08);
-  y = _mm256_fmadd_ps(n, _mm256_set1_ps(-0.693359375f), y);
-  y = _mm256_fmadd_ps(n, _mm256_set1_ps(2.12194440e-4f), y);
-  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
-  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(1.3981999507e-3f));
-  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(8.3334519073e-3f));
-  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(4.1665795894e-2f));
-  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(1.6666665459e-1f));
-  p = _mm256_fmadd_ps(p, y, _mm256_set1_ps(5.0000001201e-1f));
-  p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(y, y), p, y), _mm256_set1_ps(1.0f));
-  __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(126)), 23);
-  p = _mm256_mul_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(power)), _mm256_set1_ps(2.0f)); /* 2^128 has no float */
-  return _mm256_blendv_ps(_mm256_andnot_ps(small, p), x, bad);
-}
-
-/* tanh: a polynomial near zero (Cephes), where the other formula loses digits. */
-AVX2 IN __m256 tanh8(__m256 x) {
-  __m256 one = _mm256_set1_ps(1.0f), e = exp8(_mm256_add_ps(x, x)), z = _mm256_mul_ps(x, x);
-  __m256 far = _mm256_sub_ps(one, _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one)));
-  __m256 p = _mm256_set1_ps(-5.70498872745e-3f);
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(2.06390887954e-2f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-5.37397155531e-2f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(1.33314422036e-1f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-3.33332819422e-1f));
-  __m256 near = _mm256_fmadd_ps(_mm256_mul_ps(x, z), p, x);
-  return _mm256_blendv_ps(far, near, _mm256_cmp_ps(z, _mm256_set1_ps(0.390625f), _CMP_LT_OQ));
-}
-
-/* erf, within 4e-7: a rational function of x on [-4, 4], one beyond. */
-AVX2 IN __m256 erf8(__m256 x) {
-  x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-4.0f)), _mm256_set1_ps(4.0f));
-  const __m256 z = _mm256_mul_ps(x, x);
-  __m256 p = _mm256_set1_ps(-2.72614225801306e-10f), q = _mm256_set1_ps(-1.45660718464996e-5f);
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(2.77068142495902e-8f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-2.10102402082508e-6f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-5.69250639462346e-5f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-7.34990630326855e-4f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-2.95459980854025e-3f));
-  p = _mm256_fmadd_ps(p, z, _mm256_set1_ps(-1.60960333262415e-2f));
-  q = _mm256_fmadd_ps(q, z, _mm256_set1_ps(-2.13374055278905e-4f));
-  q = _mm256_fmadd_ps(q, z, _mm256_set1_ps(-1.68282697438203e-3f));
-  q = _mm256_fmadd_ps(q, z, _mm256_set1_ps(-7.37332916720468e-3f));
-  q = _mm256_fmadd_ps(q, z, _mm256_set1_ps(-1.42647390514189e-2f));
-  return _mm256_div_ps(_mm256_mul_ps(x, p), q);
-}
-
 enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED, SOFTPLUS };
 
-AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded(_mm256_set1_ps(a), narrow)); }
+AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded8(_mm256_set1_ps(a), narrow)); }
 
 AVX2 IN float softplus(float a, int narrow) { return nearest(a > 20.0f ? a : log1pf(expf(a)), narrow); }
 
-AVX2 IN __m256 activated(__m256 x, int kind) {
-  __m256 one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
-  switch (kind) {
-    case SILU: return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
-    case SIGMOID: return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
-    case RELU: return _mm256_max_ps(x, _mm256_setzero_ps());
-    case RELU_SQUARED: {
-      __m256 r = _mm256_max_ps(_mm256_setzero_ps(), x); /* NaN stays NaN */
-      return _mm256_mul_ps(r, r);
-    }
-    case SOFTPLUS: {
-      float each[L];
-      _mm256_storeu_ps(each, x);
-      for (int i = 0; i < L; i++) each[i] = softplus(each[i], 0);
-      return _mm256_loadu_ps(each);
-    }
-    case GELU_TANH: {
-      __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
-      __m256 t = _mm256_mul_ps(_mm256_set1_ps(0.7978845608f), _mm256_fmadd_ps(_mm256_set1_ps(0.044715f), cube, x));
-      return _mm256_mul_ps(_mm256_mul_ps(half, x), _mm256_add_ps(one, tanh8(t)));
-    }
-    default: {
-      __m256 e = erf8(_mm256_mul_ps(x, _mm256_set1_ps(0.70710678f)));
-      e = _mm256_mul_ps(_mm256_mul_ps(half, x), _mm256_add_ps(one, e));
-      return _mm256_blendv_ps(e, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)); /* NaN stays NaN */
-    }
-  }
-}
+/* What is done to a product: `activation` is that of a gate, `added` is 1 where it is added to what is there. */
+typedef struct {
+  const float *bias, *other_bias; /* or NULL */
+  float scale;
+  int narrow, activation, added;
+} After;
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
 
@@ -205,7 +133,8 @@ IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
 }
 
 /* What the kernels name:
- *   SET(name)       name with the set's suffix        TARGET          the attribute that allows its instructions
+ *   SET(name)       name with the set's suffix        OF_LANES(name)  with the number of its lanes
+ *   TARGET          the attribute that allows its instructions
  *   VEC, FLOATS     a vector of fp32, its lanes       ZERO, STORE     of it
  *   OPERAND, LANES  a factor, its numbers             LOAD            reads one; SPREAD, SPREAD_X repeat one of weights, of x
  *   X               the numbers of x                  DOT(v, u, acc)  acc plus the products of the lanes; FMA of fp32
@@ -213,6 +142,7 @@ IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
  *   TALL            rows of w in a tile               SUMS            the sums over the lanes of a tile's accumulators
  *   FEW             nodes up to which rows of w are streamed: as many accumulators as there are registers for
  *   ACROSS_VALUES   vectors of values at a time
+ *   ADD_BY_EIGHT    adds a vector to a sum of eight lanes, in the order of its lanes; MOST_BY_EIGHT the highest of each
  */
 
 /* The j-th numbers of eight pairs of bf16. */
@@ -228,7 +158,13 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(moved, 28));
 }
 
+/* 2^(n - 1) for the integers n in the lower bits of floats. */
+AVX2 IN __m256 half_of_power8(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(n), _mm256_set1_epi32(126)), 23));
+}
+
 #define SET(name) name##_avx2
+#define OF_LANES(name) name##8
 #define TARGET AVX2
 #define VEC __m256
 #define FLOATS 8
@@ -244,6 +180,18 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #define DOT _mm256_fmadd_ps
 #define FMA _mm256_fmadd_ps
 #define MUL _mm256_mul_ps
+#define ADD _mm256_add_ps
+#define SUB _mm256_sub_ps
+#define DIV _mm256_div_ps
+#define MAX _mm256_max_ps
+#define MIN _mm256_min_ps
+#define HALF_OF_POWER half_of_power8
+#define WHERE_NAN(x, v, other) _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, x, _CMP_UNORD_Q))
+#define WHERE_LESS(x, y, v, other) _mm256_blendv_ps(other, v, _mm256_cmp_ps(x, y, _CMP_LT_OQ))
+#define ZERO_WHERE_LESS(x, y, v) _mm256_andnot_ps(_mm256_cmp_ps(x, y, _CMP_LT_OQ), v)
+#define WHERE_FIRST(n, v, other) _mm256_blendv_ps(other, v, _mm256_castsi256_ps(first8(n)))
+#define ADD_BY_EIGHT _mm256_add_ps
+#define MOST_BY_EIGHT(v) (v)
 #define SUMS sums8
 #define TALL 3
 #define FEW 3
@@ -254,6 +202,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #define HALF_OF_PAIRS half_of_pairs8
 #define NIBBLES nibbles8
 #define ACROSS_VALUES 2
+#include "lanes.inc"
 #include "linear.inc"
 #include "panels.inc"
 #undef SET
@@ -264,6 +213,7 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #undef SPREAD_X
 #undef DOT
 #undef WIDEN
+#undef ADD
 
 #ifdef __x86_64__
 #undef VEC
@@ -274,6 +224,18 @@ AVX2 IN __m256 nibbles8(const uint32_t *p, int j) {
 #undef SPREAD
 #undef FMA
 #undef MUL
+#undef SUB
+#undef DIV
+#undef MAX
+#undef MIN
+#undef HALF_OF_POWER
+#undef WHERE_NAN
+#undef WHERE_LESS
+#undef ZERO_WHERE_LESS
+#undef WHERE_FIRST
+#undef ADD_BY_EIGHT
+#undef MOST_BY_EIGHT
+#undef OF_LANES
 #undef SUMS
 #undef TALL
 #undef FEW
@@ -331,7 +293,26 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
   if (nodes > 3) _mm_mask_storeu_ps(y + 3 * ldy, kept, _mm512_extractf32x4_ps(all, 3));
 }
 
+AVX512 IN __m512 half_of_power16(__m512 n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(n), _mm512_set1_epi32(126)), 23));
+}
+
+AVX512 IN __m512 rounded16(__m512 a, int narrow) {
+  if (!narrow) return a;
+  __m512i u = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  u = _mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000));
+  return _mm512_mask_mov_ps(_mm512_castsi512_ps(u), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
+}
+
+/* The first eight lanes, then the others. */
+AVX512 IN __m256 add_by_eight16(__m256 sum, __m512 a) {
+  return _mm256_add_ps(_mm256_add_ps(sum, _mm512_castps512_ps256(a)), _mm512_extractf32x8_ps(a, 1));
+}
+
 #define SET(name) name##_avx512
+#define OF_LANES(name) name##16
 #define TARGET AVX512
 #define VEC __m512
 #define FLOATS 16
@@ -346,6 +327,18 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #define DOT _mm512_fmadd_ps
 #define FMA _mm512_fmadd_ps
 #define MUL _mm512_mul_ps
+#define ADD _mm512_add_ps
+#define SUB _mm512_sub_ps
+#define DIV _mm512_div_ps
+#define MAX _mm512_max_ps
+#define MIN _mm512_min_ps
+#define HALF_OF_POWER half_of_power16
+#define WHERE_NAN(x, v, other) _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), v)
+#define WHERE_LESS(x, y, v, other) _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), v)
+#define ZERO_WHERE_LESS(x, y, v) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ), v)
+#define WHERE_FIRST(n, v, other) _mm512_mask_mov_ps(other, (__mmask16)((1 << (n)) - 1), v)
+#define ADD_BY_EIGHT add_by_eight16
+#define MOST_BY_EIGHT(v) _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))
 #define SUMS sums16
 #define TALL 4
 #define FEW 6
@@ -356,6 +349,7 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #define HALF_OF_PAIRS half_of_pairs16
 #define NIBBLES nibbles16
 #define ACROSS_VALUES 4
+#include "lanes.inc"
 #include "linear.inc"
 #include "panels.inc"
 #undef SET
@@ -367,6 +361,7 @@ AVX512 IN void sums16(int rows, int nodes, int step, const __m512 *acc, float *y
 #undef X
 #undef DOT
 #undef WIDEN
+#undef ADD
 #undef WIDEN_INT8
 #undef NIBBLES
 
@@ -432,6 +427,8 @@ static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = 
                                  [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
+static void (*softmax)(float *, int64_t, float, float, const float *) = softmax8;
+static int64_t (*finish)(const After *, int64_t, int64_t, const float *, const float *, float *, int64_t) = finish8;
 static int64_t (*multiply_of[2])(float *, int64_t) = {multiply_avx2, multiply_avx2}; /* likewise */
 static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4};
 static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8}; /* a row has a multiple of so many */
@@ -652,8 +649,8 @@ AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   float *y = ROW(op->dst, node);
   for (int64_t k = 0; k < width; k += L) {
     __m256 v = row8(given, k, width, narrow);
-    if (scaled) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
-    if (placed) v = rounded(_mm256_add_ps(v, row8(placed, k, width, op->narrow)), op->narrow);
+    if (scaled) v = rounded8(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
+    if (placed) v = rounded8(_mm256_add_ps(v, row8(placed, k, width, op->narrow)), op->narrow);
     _mm256_storeu_ps(y + k, v);
   }
 }
@@ -667,8 +664,8 @@ AVX2 IN void rms_row(const float *x, float *y, int64_t width, const float *weigh
   const __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum8(squares) / (float)width + eps));
   for (int64_t k = 0; k < width; k += L) {
     __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + k), r);
-    v = _mm256_mul_ps(rounded(v, narrow && !once), _mm256_loadu_ps(weight + k));
-    v = rounded(v, narrow);
+    v = _mm256_mul_ps(rounded8(v, narrow && !once), _mm256_loadu_ps(weight + k));
+    v = rounded8(v, narrow);
     if (width - k >= L) {
       _mm256_storeu_ps(y + k, v);
     } else {
@@ -693,7 +690,7 @@ AVX2 static void layer_norm(const Op *op, const float *x, float *y) {
     __m256 v = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + k), mean), r);
     v = _mm256_mul_ps(v, _mm256_loadu_ps((const float *)op->weight + k));
     if (op->bias) v = _mm256_add_ps(v, _mm256_loadu_ps(op->bias + k));
-    _mm256_storeu_ps(y + k, keep8(rounded(v, op->narrow), width - k));
+    _mm256_storeu_ps(y + k, keep8(rounded8(v, op->narrow), width - k));
   }
 }
 
@@ -830,31 +827,19 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
     if (op->kind == GATED)
       product(op, op->second, op->second_scales, op->second_offsets, worker, x, ldx, nodes, at, rows, 0, two);
   }
-  for (int64_t m = 0; m < nodes; m++) {
-    float *y = dst + m * ldy;
-    for (int64_t r = 0; r < rows; r += L) {
-      const int64_t left = rows - r;
-      __m256 v = _mm256_loadu_ps(one + m * BROAD + r);
-      if (op->bias) v = _mm256_add_ps(v, _mm256_loadu_ps(op->bias + first + r));
-      v = rounded(v, op->narrow);
-      if (op->kind == GATED) {
-        __m256 u = _mm256_loadu_ps(two + m * BROAD + r);
-        if (op->other_bias) u = _mm256_add_ps(u, _mm256_loadu_ps(op->other_bias + first + r));
-        v = rounded(activated(v, op->mode), op->narrow);
-        v = rounded(_mm256_mul_ps(v, rounded(u, op->narrow)), op->narrow);
-      }
-      if (op->kind == LINEAR && op->scale != 1.0f)
-        v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
-      const int added = op->kind == LINEAR && op->mode;
-      if (left >= L) {
-        _mm256_storeu_ps(y + r, added ? rounded(_mm256_add_ps(_mm256_loadu_ps(y + r), v), op->narrow) : v);
-      } else {
-        const __m256i kept = first8(left);
-        if (added) v = rounded(_mm256_add_ps(_mm256_maskload_ps(y + r, kept), v), op->narrow);
-        _mm256_maskstore_ps(y + r, kept, v);
-      }
+  const int gated = op->kind == GATED;
+  const After after = {op->bias ? op->bias + first : NULL, op->other_bias ? op->other_bias + first : NULL,
+                       gated ? 1.0f : op->scale, op->narrow, op->mode, !gated && op->mode};
+  const int64_t whole = finish(&after, nodes, rows, one, gated ? two : NULL, dst, ldy);
+  for (int64_t m = 0; m < nodes; m++)
+    for (int64_t r = whole; r < rows; r += L) {
+      __m256 v = finished8(&after, r, one + m * BROAD, gated ? two + m * BROAD : NULL);
+      const __m256i kept = first8(rows - r);
+      float *y = dst + m * ldy + r;
+      if (after.added) v = rounded8(_mm256_add_ps(_mm256_maskload_ps(y, kept), v), op->narrow);
+      _mm256_maskstore_ps(y, kept, v);
     }
-  }  for (int64_t m = m0; op->kv_heads && m < m0 + nodes; m++)
+  for (int64_t m = m0; op->kv_heads && m < m0 + nodes; m++)
     for (int64_t i = first; i < first + rows; i++)
       if (!ROW(op->other, m)[i / op->step]) ROW(op->dst, m)[i] = 0.0f;
 }
@@ -908,9 +893,9 @@ AVX2 static void columns(const Op *op, const Pass *pass, int64_t expert, int64_t
     for (int64_t r = 0; r < rows; r += L) {
       float *y = dst + m * ldy + r;
       __m256 v = _mm256_loadu_ps(all + m * WIDE + r);
-      if (bias) v = _mm256_add_ps(rounded(v, op->narrow && op->bias_last), _mm256_loadu_ps(bias + r));
-      v = rounded(v, op->narrow);
-      _mm256_storeu_ps(y, op->mode ? rounded(_mm256_add_ps(_mm256_loadu_ps(y), v), op->narrow) : v);
+      if (bias) v = _mm256_add_ps(rounded8(v, op->narrow && op->bias_last), _mm256_loadu_ps(bias + r));
+      v = rounded8(v, op->narrow);
+      _mm256_storeu_ps(y, op->mode ? rounded8(_mm256_add_ps(_mm256_loadu_ps(y), v), op->narrow) : v);
     }
 }
 
@@ -932,7 +917,7 @@ AVX2 IN void put(void *to, int64_t at, const float *from, int64_t n, int narrow)
 /* x c + y s, each product rounded too unless `once`. */
 AVX2 IN __m256 turned(__m256 x, __m256 y, const float *c, const float *s, int narrow, int once) {
   const __m256 p = _mm256_mul_ps(x, _mm256_loadu_ps(c)), q = _mm256_mul_ps(y, _mm256_loadu_ps(s));
-  return rounded(_mm256_add_ps(rounded(p, narrow && !once), rounded(q, narrow && !once)), narrow);
+  return rounded8(_mm256_add_ps(rounded8(p, narrow && !once), rounded8(q, narrow && !once)), narrow);
 }
 
 AVX2 static void rotate(float *x, const Op *op, int64_t position) {
@@ -974,7 +959,7 @@ AVX2 IN void prepare_head(const Op *op, float *x, const float *norm, int64_t pos
 
 AVX2 IN void scaled_row(float *x, int64_t width, float factor, int narrow) {
   for (int64_t k = 0; k < width; k += L)
-    _mm256_storeu_ps(x + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor)), narrow));
+    _mm256_storeu_ps(x + k, rounded8(_mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(factor)), narrow));
 }
 
 /* Head by head: norm, rotation, and the keys and values of the node into the cache. */
@@ -1138,35 +1123,6 @@ AVX2 static void blend_rounded(const Op *op, const Worker *worker, float *p, int
     }
 }
 
-/* Softmax over n scores, in place, and over a sink if there is one; overwrites the padding up to a multiple of eight. */
-AVX2 static void softmax(float *s, int64_t n, float scale, float cap, const float *sink) {
-  const __m256 low = _mm256_set1_ps(-INFINITY);
-  __m256 top = low;
-  for (int64_t j = n; j % L; j++) s[j] = -INFINITY;
-  for (int64_t j = 0; j < n; j += L) {
-    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(s + j), _mm256_set1_ps(scale));
-    if (cap > 0.0f) {
-      v = _mm256_mul_ps(_mm256_set1_ps(cap), tanh8(_mm256_div_ps(v, _mm256_set1_ps(cap))));
-      if (n - j < L) v = _mm256_blendv_ps(low, v, keep8(_mm256_castsi256_ps(_mm256_set1_epi32(-1)), n - j));
-    }
-    _mm256_storeu_ps(s + j, v);
-    top = _mm256_max_ps(v, top); /* a NaN in v is lost here, and reappears in the sum */
-  }
-  float lanes[L], best = sink ? *sink : -INFINITY;
-  _mm256_storeu_ps(lanes, top);
-  for (int i = 0; i < L; i++) best = lanes[i] > best ? lanes[i] : best;
-  __m256 total = _mm256_setzero_ps();
-  for (int64_t j = 0; j < n; j += L) {
-    __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(s + j), _mm256_set1_ps(best)));
-    _mm256_storeu_ps(s + j, e);
-    total = _mm256_add_ps(total, e);
-  }
-  float sum = sum8(total);
-  if (sink) sum += _mm256_cvtss_f32(exp8(_mm256_set1_ps(*sink - best)));
-  const __m256 r = _mm256_set1_ps(1.0f / sum);
-  for (int64_t j = 0; j < n; j += L) _mm256_storeu_ps(s + j, _mm256_mul_ps(_mm256_loadu_ps(s + j), r));
-}
-
 /* Adds the position biases of a head to its scores, for n positions from `low` on. */
 AVX2 static void lean(const Op *op, int64_t head, int64_t position, int64_t low, int64_t n, float *s) {
   const float *bias = op->bias + head * op->out;
@@ -1278,7 +1234,7 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
     for (int64_t h = 0; h < share; h++, at++) {
       float *result = ROW(op->dst, i) + (kv * share + h) * head;
       for (int64_t d = 0; d < head; d += L)
-        _mm256_storeu_ps(result + d, rounded(_mm256_loadu_ps(y + at * head + d), op->narrow));
+        _mm256_storeu_ps(result + d, rounded8(_mm256_loadu_ps(y + at * head + d), op->narrow));
     }
 }
 
@@ -1319,11 +1275,11 @@ AVX2 static void drop_groups(const Op *op, float *p, float *groups) {
 /* The weight of an expert by a softmax over those whose scores are close to its own, the best, as torch rounds it. */
 AVX2 static float weight_among_close(const Op *op, const float *p, int64_t best) {
   const __m256 top = _mm256_set1_ps(p[best]), sign = _mm256_set1_ps(-0.0f);
-  const __m256 most = rounded(_mm256_set1_ps(op->eps), op->narrow);
+  const __m256 most = rounded8(_mm256_set1_ps(op->eps), op->narrow);
   __m256 total = _mm256_setzero_ps();
   for (int64_t e = 0; e < op->experts; e += L) {
     const __m256 s = _mm256_loadu_ps(p + e), size = _mm256_max_ps(_mm256_andnot_ps(sign, s), top);
-    const __m256 less = rounded(_mm256_div_ps(rounded(_mm256_sub_ps(top, s), op->narrow), size), op->narrow);
+    const __m256 less = rounded8(_mm256_div_ps(rounded8(_mm256_sub_ps(top, s), op->narrow), size), op->narrow);
     const __m256 far = _mm256_cmp_ps(less, most, _CMP_GT_OQ);
     total = _mm256_add_ps(total, keep8(_mm256_andnot_ps(far, exp8(_mm256_sub_ps(s, top))), op->experts - e));
   }
@@ -1345,29 +1301,29 @@ AVX2 static void route(const Op *op, const Pass *pass, int64_t node) {
     return;
   }
   const int sigmoids = op->mode & 2, last = op->mode & 4, stepwise = op->narrow && !op->norm_once;
-  if (!sigmoids) softmax(p, op->experts, 1.0f, 0.0f, NULL);
+  if (!sigmoids) softmax8(p, op->experts, 1.0f, 0.0f, NULL);
   for (int64_t e = 0; sigmoids && !last && e < op->experts; e += L)
-    _mm256_storeu_ps(p + e, keep8(rounded(activated(_mm256_loadu_ps(p + e), SIGMOID), stepwise), op->experts - e));
+    _mm256_storeu_ps(p + e, keep8(rounded8(activated8(_mm256_loadu_ps(p + e), SIGMOID), stepwise), op->experts - e));
   if (op->heads) drop_groups(op, p, w);
   for (int64_t k = 0; k < op->top; k++) {
     int64_t best = 0;
     for (int64_t e = 1; e < op->experts; e++)
       if (merit(op, p, e) > merit(op, p, best)) best = e;
     row[k] = best;
-    w[k] = last ? nearest(_mm256_cvtss_f32(activated(_mm256_set1_ps(p[best]), SIGMOID)), stepwise) : p[best];
+    w[k] = last ? nearest(_mm256_cvtss_f32(activated8(_mm256_set1_ps(p[best]), SIGMOID)), stepwise) : p[best];
     part[0] += w[k];
     p[best] = -INFINITY;
   }
   if (sigmoids) { /* the sum is rounded, and what it is divided by */
-    const __m256 sum = rounded(_mm256_loadu_ps(part), stepwise);
-    _mm256_storeu_ps(part, rounded(_mm256_add_ps(sum, _mm256_set1_ps(op->eps)), stepwise));
+    const __m256 sum = rounded8(_mm256_loadu_ps(part), stepwise);
+    _mm256_storeu_ps(part, rounded8(_mm256_add_ps(sum, _mm256_set1_ps(op->eps)), stepwise));
   }
   if (part[0] < op->cap) part[0] = op->cap;
   for (int64_t k = 0; k < op->top; k += L) {
     __m256 v = _mm256_loadu_ps(w + k);
     if (op->mode & 1) v = _mm256_div_ps(v, _mm256_set1_ps(part[0]));
-    v = rounded(v, op->scale == 1.0f ? op->narrow : stepwise);
-    if (op->scale != 1.0f) v = rounded(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
+    v = rounded8(v, op->scale == 1.0f ? op->narrow : stepwise);
+    if (op->scale != 1.0f) v = rounded8(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     _mm256_storeu_ps(w + k, v);
   }
   for (int64_t k = 0; op->other_bias && k < op->top; k++) w[k] = nearest(w[k] * op->other_bias[row[k]], op->narrow);
@@ -1394,7 +1350,7 @@ AVX2 static void deal(const Op *op, const Pass *pass, int64_t node) {
     float *y = ROW(op->dst, pass->plan->row[node * op->top + i]);
     for (int64_t k = 0; k < op->in; k += L) {
       const __m256 v = _mm256_loadu_ps(x + k);
-      _mm256_storeu_ps(y + k, op->mode ? rounded(_mm256_mul_ps(v, _mm256_set1_ps(w[i])), op->narrow) : v);
+      _mm256_storeu_ps(y + k, op->mode ? rounded8(_mm256_mul_ps(v, _mm256_set1_ps(w[i])), op->narrow) : v);
     }
   }
 }
@@ -1408,9 +1364,9 @@ AVX2 static void combine(const Op *op, const Pass *pass, int64_t node) {
     __m256 total = _mm256_setzero_ps();
     for (int64_t i = 0; i < op->top; i++) {
       const __m256 x = _mm256_loadu_ps(ROW(op->src, row[i]) + k), v = _mm256_mul_ps(x, _mm256_set1_ps(w[i]));
-      total = _mm256_add_ps(total, op->mode == 2 ? x : rounded(v, op->narrow && !op->mode));
+      total = _mm256_add_ps(total, op->mode == 2 ? x : rounded8(v, op->narrow && !op->mode));
     }
-    _mm256_storeu_ps(y + k, rounded(total, op->narrow));
+    _mm256_storeu_ps(y + k, rounded8(total, op->narrow));
   }
 }
 
@@ -1423,12 +1379,12 @@ AVX2 static void clamped_glu(const Op *op, const Pass *pass, int64_t row) {
     const __m256 a = _mm256_loadu_ps(x + 2 * k), b = _mm256_loadu_ps(x + 2 * k + L);
     __m256 g = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)), 0xd8));
     __m256 u = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8));
-    g = rounded(_mm256_min_ps(cap, g), op->narrow);
-    u = rounded(_mm256_max_ps(low, _mm256_min_ps(cap, u)), op->narrow);
-    const __m256 s = rounded(_mm256_mul_ps(g, _mm256_set1_ps(op->scale)), op->narrow);
-    g = rounded(_mm256_mul_ps(g, rounded(activated(s, SIGMOID), op->narrow)), op->narrow);
-    u = rounded(_mm256_add_ps(u, _mm256_set1_ps(1.0f)), op->narrow);
-    _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(u, g), op->narrow));
+    g = rounded8(_mm256_min_ps(cap, g), op->narrow);
+    u = rounded8(_mm256_max_ps(low, _mm256_min_ps(cap, u)), op->narrow);
+    const __m256 s = rounded8(_mm256_mul_ps(g, _mm256_set1_ps(op->scale)), op->narrow);
+    g = rounded8(_mm256_mul_ps(g, rounded8(activated8(s, SIGMOID), op->narrow)), op->narrow);
+    u = rounded8(_mm256_add_ps(u, _mm256_set1_ps(1.0f)), op->narrow);
+    _mm256_storeu_ps(y + k, rounded8(_mm256_mul_ps(u, g), op->narrow));
   }
 }
 
@@ -1452,17 +1408,17 @@ static int room(const Op *ops, int64_t count, int64_t nodes, Plan *plan) {
 AVX2 static void xielu(const Op *op, const float *x, float *y) {
   float rise[L] = {op->scale + softplus(*op->other_bias, op->narrow)};
   const __m256 beta = _mm256_set1_ps(op->scale), above = _mm256_set1_ps(softplus(*op->bias, op->narrow));
-  _mm256_storeu_ps(rise, rounded(_mm256_loadu_ps(rise), op->narrow));
+  _mm256_storeu_ps(rise, rounded8(_mm256_loadu_ps(rise), op->narrow));
   const __m256 below = _mm256_set1_ps(rise[0]), one = _mm256_set1_ps(1.0f), half = _mm256_set1_ps(0.5f);
   for (int64_t k = 0; k < op->in; k += L) {
-    const __m256 v = _mm256_loadu_ps(x + k), line = rounded(_mm256_mul_ps(beta, v), op->narrow);
+    const __m256 v = _mm256_loadu_ps(x + k), line = rounded8(_mm256_mul_ps(beta, v), op->narrow);
     const __m256 t = tanh8(_mm256_mul_ps(_mm256_min_ps(_mm256_set1_ps(op->eps), v), half));
     const __m256 less = _mm256_div_ps(_mm256_add_ps(t, t), _mm256_sub_ps(one, t)); /* exp(v) - 1 */
-    __m256 left = rounded(_mm256_sub_ps(rounded(less, op->narrow), v), op->narrow);
-    left = rounded(_mm256_mul_ps(left, below), op->narrow);
-    const __m256 right = rounded(_mm256_mul_ps(rounded(_mm256_mul_ps(above, v), op->narrow), v), op->narrow);
+    __m256 left = rounded8(_mm256_sub_ps(rounded8(less, op->narrow), v), op->narrow);
+    left = rounded8(_mm256_mul_ps(left, below), op->narrow);
+    const __m256 right = rounded8(_mm256_mul_ps(rounded8(_mm256_mul_ps(above, v), op->narrow), v), op->narrow);
     const __m256 curve = _mm256_blendv_ps(left, right, _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
-    _mm256_storeu_ps(y + k, rounded(_mm256_add_ps(curve, line), op->narrow));
+    _mm256_storeu_ps(y + k, rounded8(_mm256_add_ps(curve, line), op->narrow));
   }
 }
 
@@ -1472,7 +1428,7 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
   for (int64_t k = 0; k < op->in; k += L) {
     __m256 v = _mm256_loadu_ps(x + k);
     switch (op->kind) {
-      case ACTIVATE: v = activated(v, op->mode); break;
+      case ACTIVATE: v = activated8(v, op->mode); break;
       case ADD: v = _mm256_add_ps(v, _mm256_loadu_ps(z + k)); break;
       case MULTIPLY: v = _mm256_mul_ps(v, _mm256_loadu_ps(z + k)); break;
       case SCALE: {
@@ -1485,11 +1441,11 @@ AVX2 static void elementwise(const Op *op, const Pass *pass, int64_t node) {
         break;
       default: { /* CAP, each step rounded as torch does */
         const __m256 cap = _mm256_set1_ps(op->cap);
-        v = rounded(tanh8(rounded(_mm256_div_ps(v, cap), op->narrow)), op->narrow);
+        v = rounded8(tanh8(rounded8(_mm256_div_ps(v, cap), op->narrow)), op->narrow);
         v = _mm256_mul_ps(v, cap);
       }
     }
-    _mm256_storeu_ps(y + k, rounded(v, op->narrow));
+    _mm256_storeu_ps(y + k, rounded8(v, op->narrow));
   }
 }
 
@@ -1500,8 +1456,8 @@ AVX2 static void gate(const Op *op, const Pass *pass, int64_t node) {
     float *y = ROW(op->dst, node) + h * op->head;
     for (int64_t k = 0; k < op->head; k += L) {
       const __m256 own = op->step == 1 ? _mm256_set1_ps(*x) : _mm256_loadu_ps(x + k);
-      const __m256 g = rounded(activated(own, op->mode), op->narrow);
-      _mm256_storeu_ps(y + k, rounded(_mm256_mul_ps(_mm256_loadu_ps(y + k), g), op->narrow));
+      const __m256 g = rounded8(activated8(own, op->mode), op->narrow);
+      _mm256_storeu_ps(y + k, rounded8(_mm256_mul_ps(_mm256_loadu_ps(y + k), g), op->narrow));
     }
   }
 }
@@ -2127,12 +2083,12 @@ int64_t truedraft_layout(void) {
          (int64_t)sizeof(Pass);
 }
 
-#define USE(set)                                                                                                        \
+#define USE(set, lanes)                                                                                                 \
   (linears[FLOAT] = linear_float_##set, linears[BFLOAT] = linear_bf16_##set, linears[INT8] = linear_int8_##set,          \
    linears[GROUPED] = linear_grouped_##set, linears[PANEL_FLOAT] = panels_float_##set,                                   \
    linears[PANEL_BFLOAT] = panels_bf16_##set, linears[PANEL_INT8] = panels_int8_##set,                                   \
    linears[PANEL_INT4] = panels_int4_##set, values_of[0] = values_float_##set, values_of[1] = values_bf16_##set,         \
-   multiply_of[0] = multiply_of[1] = multiply_##set)
+   multiply_of[0] = multiply_of[1] = multiply_##set, softmax = softmax##lanes, finish = finish##lanes)
 #define USE_FOR_BF16(set)                                                                                               \
   (by_units[PANEL_BFLOAT] = panels_bf16_##set, by_units[PANEL_INT8] = panels_int8_##set,                                 \
    by_units[PANEL_INT4] = panels_int4_##set, multiply_of[1] = multiply_##set)
@@ -2147,8 +2103,8 @@ int truedraft_choose(int wanted) {
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
-  if (wide) USE(avx512);
-  else USE(avx2);
+  if (wide) USE(avx512, 16);
+  else USE(avx2, 8);
   if (units) USE_FOR_BF16(units);
   if (units && wanted >= 7 && has_tiles()) {
     USE_FOR_BF16(tiles);
@@ -2157,7 +2113,7 @@ int truedraft_choose(int wanted) {
 #else
   const int wide = 0;
   units = wanted >= 6 && multiplies_bf16();
-  USE(avx2);
+  USE(avx2, 8);
   if (units) USE_FOR_BF16(units);
 #endif
   return units ? 6 : wide ? 5 : 2;
