@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from models import tiny
-from test_runtime import assert_same_bits
+from test_runtime import assert_same_bits, random_tree, words
 from truedraft.runtime import native
 from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.panels import by_panel, panels
 from truedraft.runtime.weights import Weight, fields, padded
 from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Prompt
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 SETS = {"AVX2": 2, "AVX-512": 5, "AVX-512 with bf16": 6, "AMX": 7}
@@ -134,3 +136,24 @@ def test_a_product_is_that_of_torch_with_the_same_bits_at_any_width(
 def test_a_node_has_the_same_bits_however_it_is_scored(instructions: None, runtime: str, dtype: torch.dtype) -> None:
     for architecture in ("qwen3", "qwen2_moe"):
         assert_same_bits(DecoderTarget(tiny(architecture, dtype), runtime, strict=True), seeds=1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox", "gpt_oss", "nemotron", "opt"])
+def test_a_pass_over_panels_has_the_same_bits_in_eight_lanes_and_in_sixteen(architecture: str) -> None:
+    """Softmax with caps, sinks and windows, and each activation, over rows that end in a part of a vector."""
+    target = DecoderTarget(tiny(architecture, torch.float32), strict=True)
+    assert target.runner.copied is not None
+    library: Any = native.library()
+    rng, found = random.Random(3), []
+    prompts = [words(rng, n) for n in (1, 7, 8, 9, 21, 40)]
+    trees = [random_tree(rng, prompt[-1], 11) for prompt in prompts]
+    try:
+        for wanted in (SETS["AVX2"], SETS["AVX-512"]):
+            if library.truedraft_choose(wanted) != wanted:
+                pytest.skip("this processor has no AVX-512")
+            target.reserve(len(prompts), 64)
+            first = target.prefill([Prompt(torch.tensor(prompt)) for prompt in prompts]).logits
+            found.append((first, target.score(trees).logits))
+    finally:
+        library.truedraft_choose(max(SETS.values()))
+    assert all(map(torch.equal, *found))
