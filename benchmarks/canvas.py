@@ -3,11 +3,12 @@
     python benchmarks/canvas.py [--model nano-diffusion] [--sizes as-is 0.1B] --json FILE
     python benchmarks/canvas.py --views --json FILE
 
-Every method decodes the same prompts in turn, in rounds; the reference is the same model with one canvas per pass.
-Exact text is compared with it. Agreement of a lossy text is the share of its tokens that are the reference's at the
-same place; its loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of
-the reference's text. `nano` is also the guide of policies that need one. With `--views` the model attends to the whole
-canvas, and passes are made under each view; the positions that passes compute are given per token.
+All methods decode one prompt in turn, then the next, in rounds; speeds are medians of ratios to the reference, the same
+model with one canvas per pass, on the same prompt in the same round. Exact text is compared with it. Agreement of a
+lossy text is the share of its tokens that are the reference's at the same place; its
+loss is the mean over its tokens of their negative log-probability under `nano`, in nats, beside that of the reference's
+text. `nano` is also the guide of policies that need one. With `--views` the model attends to the whole canvas, and
+passes are made under each view; the positions that passes compute are given per token.
 """
 
 from __future__ import annotations
@@ -99,16 +100,16 @@ def compared(
             name: {"seconds": [], "texts": [], "passes": 0, "tokens": 0, "positions": 0} for name in sides
         }
         for turn in range(rounds):
-            for name, side in sides.items():
-                start = time.perf_counter()
-                for ids in inputs:
+            for ids in inputs:
+                for name, side in sides.items():
+                    start = time.perf_counter()
                     out = side.generate(ids, max_new_tokens=TOKENS[subject])[0].tolist()
+                    results[name]["seconds"].append(time.perf_counter() - start)
                     if turn == 0:
                         results[name]["texts"].append(out)
                         results[name]["passes"] += len(side.report().passes)
                         results[name]["tokens"] += side.report().tokens
                         results[name]["positions"] += sum(one.width for one in side.report().passes)
-                results[name]["seconds"].append(time.perf_counter() - start)
         for name, found in results.items():
             reference = results[AGAINST.get(name, "reference")]
             pairs = list(zip(reference["texts"], found["texts"], inputs, strict=True))

@@ -29,6 +29,7 @@ from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 from truedraft.views._base import Experts
 from truedraft.views._neurons import Predictors
+from vocabularies import spelling
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
@@ -142,6 +143,9 @@ def _key(value: Any) -> Any:
     return tuple(map(_key, value)) if isinstance(value, list | tuple) else value
 
 
+ACROSS = " across vocabularies"
+
+
 def drafter(
     name: str,
     model: PreTrainedModel,
@@ -174,6 +178,9 @@ def drafter(
         return SelfDrafter(skipped=() if name == "view-whole" else (1,))
     if name == "plain":
         return None
+    if name.endswith(ACROSS):
+        made = drafter(name.removesuffix(ACROSS), model, answers, padding, small, **other)
+        return across(made, vocabulary)
     if name in COMPOSED:
         return compose(name, lambda part: drafter(part, model, small=small))  # type: ignore[arg-type,return-value]
     base, knobs = PRESETS.get(name, (name, {}))
@@ -196,6 +203,8 @@ def drafter(
     if "draft model" in needs:
         small, count = small or sibling(model), str(knobs.get("lengths", "")).count(";")
         other = {"model": [small] * count if count > 1 else small, **other}
+    if "tokenizer" in needs:
+        return across(registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other}), vocabulary)
     if "diffusion model" in needs:
         other = {"model": diffusion_of(model), **other}
     if "mixers" in needs and not choices(model):
@@ -211,6 +220,13 @@ def drafter(
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
     return registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other})
+
+
+def across(drafter: Any, vocabulary: int) -> Drafter:
+    """A drafter with a draft model, which gets another tokenizer than the target, that has so many tokens."""
+    drafter.own_tokenizer = spelling(vocabulary, turn=7, pairs=1)
+    drafter.translate(spelling(vocabulary))
+    return drafter  # type: ignore[no-any-return]
 
 
 def needs_of(name: str) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import nets
 import truedraft
 from models import ragged, sibling, tiny
 from truedraft import Drafter, registry
-from truedraft.drafters.models import _reader
+from truedraft.drafters.models import _reader, _vocabularies
 from truedraft.drafters.models._reader import Reader
 
 WITH_DRAFT_MODEL = [n for n in registry.names("drafters") if "draft model" in registry.method("drafters", n).card.needs]
@@ -113,8 +114,8 @@ def test_a_row_beyond_the_draft_models_context_is_decoded_without_drafts(monkeyp
 
 def test_padding_at_the_end_of_a_vocabulary_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.arange(6.0)[None]
-    assert _reader.sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
-    assert _reader.sized(logits, 7)[0, 6] == -torch.inf
+    assert _vocabularies.sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    assert _vocabularies.sized(logits, 7)[0, 6] == -torch.inf
 
 
 def readers_of(draft: Drafter) -> list[Reader]:
@@ -125,7 +126,7 @@ def readers_of(draft: Drafter) -> list[Reader]:
 @pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
 def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
     model = tiny()
-    fast = truedraft.accelerate(model, draft=registry.load("drafters", name, model=sibling(model)), control="fixed")
+    fast = truedraft.accelerate(model, draft=nets.drafter(name, model), control="fixed")
     fast.generate(**ragged(model, 3), max_new_tokens=9)
     readers = readers_of(fast.drafter)
     assert readers and all(reader.target.cache is None and not reader.slot_rows for reader in readers)

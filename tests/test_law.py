@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import truedraft
-from nets import NAMES, PRESETS, TRIALS, drafter, model_for, turn
+from nets import ACROSS, NAMES, PRESETS, TRIALS, drafter, model_for, turn
 from truedraft import Drafter, registry
 from truedraft.chance import PositionNoise, StreamNoise, outcomes
 from truedraft.tree import Row
@@ -58,6 +58,11 @@ PAIRS = [
     pytest.param(name, rule, marks=[pytest.mark.slow][: name in PRESETS and rule not in turn(name, SAMPLING, 2)])
     for name in (*SMALL, *TRIALS, "plain") for rule in SAMPLING
 ]  # fmt: skip
+ACROSS_TWO = [
+    f"{name}{ACROSS}" for name in ("draft-model", "gumbel-top-k", "stochastic-beam", "spectr", "greedy-multi-draft")
+]
+SMALL |= {name: SMALL[name.removesuffix(ACROSS)] for name in ACROSS_TWO}
+PAIRS += [pytest.param(name, rule) for name in ACROSS_TWO for rule in turn(name.removesuffix(ACROSS), SAMPLING, 3)]
 PAIRS += [pytest.param(name, rule) for name in NAMES if name not in SMALL for rule in turn(name, OF_CERTAIN)]
 
 

@@ -341,7 +341,7 @@ def accelerate(
             exact.
         tokenizer: required only for text (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
-            model with the same tokenizer, or None for plain decoding; "auto" needs no training and uses references
+            model, or None for plain decoding; "auto" needs no training and uses references
             if there are any.
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples: both give the
             tokens of `model.generate`. Others sample different tokens of the same distribution (`truedraft methods`

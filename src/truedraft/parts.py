@@ -77,6 +77,8 @@ def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase 
     """
     vocabulary, parts = target.vocabulary, parts_of([drafter])
     if any(part.bound is None or part.bound.target() is not target for part in parts):
+        if tokenizer is not None:
+            drafter.translate(tokenizer)
         check_vocabulary(drafter, tokenizer, vocabulary)
         if drafter.width:
             target.check_drafts()

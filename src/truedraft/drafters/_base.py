@@ -88,6 +88,9 @@ class Drafter(ABC):
             Refused: it cannot draft for this target, or a required knob is missing.
         """
 
+    def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Before `bind`: set the target's tokenizer, for a drafter that can have another one."""
+
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Before a call: set the target's tokenizer, if there is one."""
 

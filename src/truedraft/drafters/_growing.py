@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -40,6 +40,8 @@ class GrowingTree:
     budget: most nodes of the finished draft.
     after: tokens that another drafter has drafted; the root is the last of them, at this depth.
     passes: of its reader, so far.
+    shared: token -> that of the reader, where it has other tokens.
+    ids: of all nodes, the reader's tokens; those before `root` are its tokens in both lists.
     """
 
     row: Row
@@ -58,8 +60,12 @@ class GrowingTree:
     budget: int = 0
     after: Sequence[int] = ()
     passes: int = 0
+    shared: Mapping[int, int] | None = None
+    ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.shared is None:
+            self.ids = self.tokens
         self.parent = list(range(-1, self.root))
         self.depth = [len(self.after)] * (self.root + 1)
         self.frontier = [self.root] if self.room > 0 and self.deepest > len(self.after) else []
@@ -69,6 +75,8 @@ class GrowingTree:
         tokens = tokens[: self.room]
         first = len(self.tokens)
         self.tokens += tokens
+        if self.shared is not None:
+            self.ids += [self.shared[token] for token in tokens]
         self.parent += [node] * len(tokens)
         self.depth += [self.depth[node] + 1] * len(tokens)
         self.room -= len(tokens)
@@ -191,10 +199,19 @@ class GrowingDrafter(Drafter):
         deepest = min(len(after) + self.levels, row.room - row.step - 1)
         read = self.reader.tokens_read(row, deepest)
         if read is None:
-            read, deepest = len(row.tokens) + len(after) - 1, 0
-        most = min(budget, self.width)
-        unread = [*row.tokens[read:], *after[max(read - len(row.tokens), 0) :]]
-        return GrowingTree(row, unread, len(unread) - 1, self.room(most), deepest, budget=most, after=after)
+            read, deepest = -1, 0
+        most, unread = min(budget, self.width), self.text(row, after)[read:]
+        tokens = unread if self.shared is None else [*unread[:-1], (after or row.tokens)[-1]]
+        return GrowingTree(
+            row, tokens, len(tokens) - 1, self.room(most), deepest, budget=most, after=after, shared=self.shared,
+            ids=unread,
+        )  # fmt: skip
+
+    shared: Mapping[int, int] | None = None  # see `GrowingTree`
+
+    def text(self, row: Row, after: Sequence[int]) -> list[int]:
+        """A row's tokens and drafted ones after it, as the reader has them."""
+        return [*row.tokens, *after]
 
     def _level(self, active: Sequence[GrowingTree]) -> None:
         """One pass of the reader, and the level grown from it."""

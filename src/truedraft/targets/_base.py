@@ -164,10 +164,11 @@ class Target(Protocol):
                 not supported.
         """
 
-    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+    def prompts(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], width: int) -> list[Prompt]:
         """Prompts for rows of another target, as a draft model reads them: all their tokens so far.
 
         Args:
+            texts: these tokens, as the draft model has them.
             width: tokens that sources are padded to; ignored by models that read none.
         """
 

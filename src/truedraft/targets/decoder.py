@@ -222,8 +222,8 @@ class DecoderTarget(ViewPasses):
     def prompts_of(self, input_ids: Tensor, given: Mapping[str, Any], sources: Tensor | None) -> list[Prompt]:
         return text_prompts(input_ids, given, self.window, self.pads)
 
-    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
-        return [Prompt(torch.tensor(row.tokens, device=self.device)) for row in rows]
+    def prompts(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], width: int) -> list[Prompt]:
+        return [Prompt(torch.tensor(text, device=self.device)) for text in texts]
 
     def prompt(self, ids: Tensor) -> Prompt:
         return Prompt(ids)

@@ -171,14 +171,14 @@ class Seq2SeqTarget(DecoderTarget):
         return table_size(self.model.get_encoder())
 
     @torch.no_grad()
-    def prompts(self, rows: Sequence[Row], width: int) -> list[Prompt]:
+    def prompts(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], width: int) -> list[Prompt]:
         ids = torch.full((len(rows), width), self.model.config.pad_token_id or 0, device=self.device)
         source_mask = torch.zeros_like(ids)
         for b, row in enumerate(rows):
             ids[b, : len(row.source)] = torch.tensor(row.source, device=self.device)
             source_mask[b, : len(row.source)] = 1
         states = self._encoded(ids, source_mask)
-        given = zip(super().prompts(rows, width), states, source_mask, strict=True)
+        given = zip(super().prompts(rows, texts, width), states, source_mask, strict=True)
         return [replace(prompt, states=state, source_mask=mask) for prompt, state, mask in given]
 
     def prompt(self, ids: Tensor) -> Prompt:

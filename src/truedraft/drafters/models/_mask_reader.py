@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import FIELD, Layout, layout_of
 from truedraft.canvas.targets import CanvasTarget, Variant
-from truedraft.drafters.models._reader import check_device, sized
+from truedraft.drafters.models._reader import check_device
+from truedraft.drafters.models._vocabularies import sized
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Row

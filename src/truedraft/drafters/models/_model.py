@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import method_name
 from truedraft.drafters._base import Continuing, Drafter
+from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
 from truedraft.drafters.models._reader import Reader, loaded
+from truedraft.drafters.models._vocabularies import RowTexts, SharedTexts, Vocabularies
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Draws, Row
 
 
 class ModelDrafter(GrowingDrafter):
-    """A drafter with a smaller model that shares the target's tokenizer.
+    """A drafter with a smaller model.
+
+    Where that has another tokenizer than the target, it reads texts in its own tokens, and drafts those that both have:
+    its distributions are restricted to them (token-level intersection, Timor et al., 2025, arXiv 2502.05202).
 
     A subclass defines how drafts grow from that model's distributions. Each level of a draft is one pass of the draft
     model over all rows; it reads the tokens emitted since the last pass and the nodes of the previous level. Rejected
@@ -28,9 +34,12 @@ class ModelDrafter(GrowingDrafter):
     """
 
     model: Any
+    _vocabularies: Vocabularies | None = None  # where there are two
+    _drafted: DraftVocabulary | None = None  # of these
 
     def __post_init__(self) -> None:
-        self.model, self.tokenizer = loaded(self.model)
+        self.model, self.own_tokenizer = loaded(self.model)
+        self.tokenizer = self.own_tokenizer
         self._reader = Reader(self.model)
 
     @property
@@ -39,12 +48,41 @@ class ModelDrafter(GrowingDrafter):
 
     @property
     def vocab_size(self) -> int | None:
-        return None if self.model is None else self._reader.vocab_size
+        return None if self.model is None or self._vocabularies is not None else self._reader.vocab_size
+
+    @property
+    def notes(self) -> list[str]:
+        if (drafted := self._drafted) is None or drafted.ids is None:
+            return []
+        return [
+            f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens that "
+            "both have; string-level-exact drafts all of its own"
+        ]
+
+    def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        same = self.own_tokenizer is None or self.own_tokenizer.get_vocab() == tokenizer.get_vocab()
+        self._vocabularies = None if same else Vocabularies(tokenizer, self.own_tokenizer)  # type: ignore[arg-type]
+        self.tokenizer = self.own_tokenizer if same else None
+
+    @property
+    def shared(self) -> Mapping[int, int] | None:  # type: ignore[override]
+        return self._reader.texts.shared
+
+    def text(self, row: Row, after: Sequence[int]) -> list[int]:
+        return self._reader.texts.text(row, after)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self._drafted
 
     def bind(self, target: Target) -> None:
         if self.model is None:
             raise unnamed(self)
         self._reader.fit(target)
+        self._reader.texts, self._drafted = RowTexts(), None
+        if self._vocabularies is not None:
+            texts = SharedTexts(self._vocabularies, target.vocabulary, self._reader.vocab_size)
+            self._reader.texts, self._drafted = texts, DraftVocabulary(target.vocabulary, texts.tokens)
 
 
 class ChainDrafter(ModelDrafter, Continuing):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from os import PathLike
 from typing import Any
 
@@ -13,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import shown
 from truedraft.drafters._growing import GrowingTree
-from truedraft.errors import Refused
+from truedraft.drafters.models._vocabularies import RowTexts
+from truedraft.errors import NoRoom, Refused
 from truedraft.loading import load
 from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
@@ -56,11 +59,12 @@ class Reader:
         model: the draft model.
         runtime: how it makes its passes, see DecoderTarget.
 
-    slot_rows: row of each slot. written: tokens of each slot in the cache.
+    texts: the rows in its tokens. slot_rows: row of each slot. written: tokens of each slot in the cache.
     """
 
     def __init__(self, model: Any, runtime: str = "auto"):
         self.model, self.runtime = model, runtime
+        self.texts = RowTexts()
         self.slot_rows: list[Row] = []
         self.written: list[list[int]] = []
         self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
@@ -124,26 +128,41 @@ class Reader:
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
         self._running |= set(rows)
+        self._more = more + CHUNK
+        (slots, _), count = self.target.reserved, len(self._running)
+        self._reserve(count if count <= slots else max(count, 2 * slots), max(map(self._longest, self._running)))
         self._width = max((len(row.source) for row in self._running if self.fits(row, 0)), default=0)
-        (slots, room), count = self.target.reserved, len(self._running)
-        capacity = max(row.prompt + row.room for row in self._running) + more + CHUNK
-        if slots < count or room < capacity:
-            self.target.reserve(max(count, 2 * slots), capacity)
+
+    def _reserve(self, count: int, length: int) -> None:
+        """Reserve cache for so many rows of a length, and drafts for them, unless there is; raises NoRoom."""
+        slots, room = self.target.reserved
+        if slots < count or room < length + self._more:
+            self.target.reserve(max(count, slots), length + self._more)
             self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
+
+    def _longest(self, row: Row) -> int:
+        """Tokens of a row that there is to be room for, if it goes on as it is so far."""
+        length = len(self.texts.text(row))
+        return max(ceil(length / max(len(row.tokens), 1) * (row.prompt + row.room)), length)
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
         self._running.discard(row)
+        self.texts.end(row)
         self._branches.clear()
         if not self._running:
             self.slot_rows, self.written, self._confirmed = [], [], []
             self.target.free()
 
     def fits(self, row: Row, after: int) -> bool:
-        """Whether the row and `after` tokens more fit in the model's context, and the source in its encoder."""
+        """Whether the row and `after` tokens more fit in the model's context and its cache, and the source in its
+        encoder."""
         context, sources = self.target.context, self.target.longest_source
-        return (context is None or len(row.tokens) + after <= context) and (
-            sources is None or len(row.source) <= sources
+        length, (_, room) = len(self.texts.text(row)), self.target.reserved
+        return (
+            0 < length <= room - self._more
+            and (context is None or length + after <= context)
+            and (sources is None or len(row.source) <= sources)
         )
 
     def admit(self, rows: Sequence[Row]) -> None:
@@ -153,10 +172,13 @@ class Reader:
             self._release(slot)
         new = [row for row in rows if row not in self.slot_rows and self.fits(row, 0)]
         if new:
-            self.target.prefill(self.target.prompts(new, self._width))
+            texts = [self.texts.text(row) for row in new]
+            self.target.prefill(self.target.prompts(new, texts, self._width))
             self.slot_rows += new
-            self.written += [row.tokens[:-1] for row in new]
-            self._confirmed += [len(row.tokens) - 1 for row in new]
+            self.written += [text[:-1] for text in texts]
+            self._confirmed += [
+                min(self.texts.settled(row), len(text) - 1) for row, text in zip(new, texts, strict=True)
+            ]
 
     def _release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it."""
@@ -172,9 +194,13 @@ class Reader:
         after: by row, drafted tokens to read behind its own.
         """
         self._branches.clear()
+        with suppress(NoRoom):  # then rows that are longer than expected are not drafted for
+            self._reserve(len(rows), max(len(self.texts.text(row)) for row in rows))
         self.admit(rows)
         drafted = dict(zip(rows, after, strict=bool(after)))
-        self.follow([[*row.tokens, *drafted.get(row, ())] if self.fits(row, 0) else None for row in self.slot_rows])
+        self.follow(
+            [self.texts.text(row, drafted.get(row, ())) if self.fits(row, 0) else None for row in self.slot_rows]
+        )
 
     def tokens_read(self, row: Row, after: int) -> int | None:
         if row not in self.slot_rows or not self.fits(row, after):
@@ -222,7 +248,7 @@ class Reader:
         common = min(self._confirmed[slot], most)
         while common < most and written[common] == text[common]:
             common += 1
-        self._confirmed[slot] = min(common, len(self.slot_rows[slot].tokens))
+        self._confirmed[slot] = min(common, self.texts.settled(self.slot_rows[slot]))
         del written[common:]
         self.target.crop(slot, common)
 
@@ -231,8 +257,8 @@ class Reader:
         return self.score([DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains])
 
     def score(self, trees: Sequence[DraftTree]) -> Tensor:
-        """One pass over a tree for each slot; (slots, nodes, V) raw logits, V as in the target."""
-        return sized(self.target.score(trees).logits, self._vocabulary)
+        """One pass over a tree for each slot; (slots, nodes, n) raw logits of the n tokens that are drafted."""
+        return self.texts.logits(self.target.score(trees).logits, self._vocabulary)
 
     def keep(self, tokens: Sequence[Sequence[int]]) -> None:
         """Commit the first nodes of each slot's last pass, a chain of these tokens."""
@@ -256,7 +282,7 @@ class Branch:
         """The tree that the next pass reads: all nodes that the cache does not hold."""
         tree, self.reached = self.tree, len(self.tree.tokens)
         parents = (-1, *(p - self.read for p in tree.parent[self.read + 1 :]))
-        return DraftTree(tuple(tree.tokens[self.read :]), parents)
+        return DraftTree(tuple(tree.ids[self.read :]), parents)
 
     def linear_prefix(self) -> list[int]:
         """Move `read` past the nodes of the last pass that all later ones descend from; returns their tokens, which the
@@ -265,11 +291,4 @@ class Branch:
         while node < self.reached and self.tree.parent.count(node) == 1:
             node += 1
         self.read = node
-        return self.tree.tokens[first:node]
-
-
-def sized(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
-    if logits.shape[-1] >= vocabulary:
-        return logits[..., :vocabulary]
-    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)
+        return self.tree.ids[first:node]

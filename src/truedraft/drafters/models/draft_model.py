@@ -1,7 +1,7 @@
 """Draft model: a smaller model of the same family drafts a chain of tokens; the original speculative decoding.
 
 Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). Strong where a
-model with the same tokenizer exists that is many times smaller and was trained on similar data; each drafted token
+model exists that is many times smaller and was trained on similar data; each drafted token
 costs a pass of it, so the cost control limits the depth. Drafts are greedy under `greedy`, drawn with the target's own
 noise under `seeded`, and sampled under the rejection rules.
 """
@@ -19,7 +19,7 @@ from truedraft.drafters.models._model import ChainDrafter
 class DraftModel(ChainDrafter):
     card = Card(
         paper="arXiv 2211.17192, 2302.01318 (2023)",
-        idea="A smaller model with the same tokenizer drafts the next few tokens.",
+        idea="A smaller model drafts the next few tokens.",
         family="draft model",
         needs=("draft model",),
         published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x.",

@@ -1,0 +1,274 @@
+"""Draft models with another tokenizer than the target's: which tokens both have, and a row's text in the other's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from truedraft.tree import Row
+
+LONGEST = 32  # tokens of a word; a longer one is cut
+ANCHORS = ("a", ".", "\n")  # text before a word, one with which it does not share tokens
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level piece stands for (GPT-2): printable ones stand for themselves, the
+    others, in order, are the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The UTF-8 bytes that each token adds to a text in which it is not the first; without special tokens and those
+    that stand for no text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = json.loads(backend.to_str()) if backend is not None else {}
+    kinds = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
+    by_character = byte_level() if '"ByteLevel"' in kinds else None
+    word_pieces = '"WordPiece"' in kinds
+    unknown = tokenizer.unk_token_id
+    found = {}
+    for piece, token in tokenizer.get_vocab().items():
+        added = tokenizer.added_tokens_decoder.get(token)
+        if token == unknown or (added is not None and added.special):
+            continue
+        if added is not None:
+            text = added.content.encode()
+        elif by_character is not None:
+            if not all(character in by_character for character in piece):
+                continue
+            text = bytes(by_character[character] for character in piece)
+        elif (byte := BYTE.fullmatch(piece)) is not None:
+            text = bytes([int(byte[1], 16)])
+        elif word_pieces:
+            text = (piece[2:] if piece.startswith("##") else f" {piece}").encode()
+        else:
+            text = piece.replace("▁", " ").encode()
+        if text:
+            found[token] = text
+    return found
+
+
+def by_bytes(tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, bytes]) -> dict[bytes, int]:
+    """The token of each text; of two with one text that which is no single byte's."""
+    single = {token for token in texts if BYTE.fullmatch(str(tokenizer.convert_ids_to_tokens(token)))}
+    order = sorted(texts, key=lambda token: (token not in single, -token))
+    return {texts[token]: token for token in order}
+
+
+class Vocabularies:
+    """Two tokenizers: that of the target and that of its draft model.
+
+    shared: target's token -> the draft model's, of those with the same text. The ends of texts correspond as well, and
+        special tokens of one name.
+    """
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase):
+        self.target, self.draft = target, draft
+        self._texts = token_bytes(target)
+        self._words: dict[bytes, list[int]] = {}
+        mine = by_bytes(target, self._texts)
+        others = by_bytes(draft, token_bytes(draft))
+        self.shared = {token: others[text] for text, token in mine.items() if text in others}
+        self._special = self._corresponding()
+        if (end := self._special.get(target.eos_token_id)) is not None:
+            self.shared[target.eos_token_id] = end
+
+    def _corresponding(self) -> dict[int, int]:
+        """Special tokens of the target with those of the draft model that have their names or parts."""
+        names = {token.content: i for i, token in self.draft.added_tokens_decoder.items() if token.special}
+        found = {
+            i: names[token.content]
+            for i, token in self.target.added_tokens_decoder.items()
+            if token.special and token.content in names and i != self.target.unk_token_id
+        }
+        for part in ("bos_token_id", "eos_token_id"):
+            mine, other = getattr(self.target, part, None), getattr(self.draft, part, None)
+            if mine is not None and other is not None:
+                found.setdefault(mine, other)
+        return found
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """What the draft model's tokenizer puts before a text."""
+        plain = self.draft.encode("a", add_special_tokens=False)
+        whole = self.draft.encode("a")
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at]
+
+    @cached_property
+    def strips(self) -> bool:
+        """Whether the space that the first token of a text begins with is none of the text."""
+        spaced = next((token for token, text in self._texts.items() if text[:1] == b" "), None)
+        return spaced is not None and not str(self.target.decode([spaced])).startswith(" ")
+
+    @cached_property
+    def _anchors(self) -> list[tuple[str, list[int]]]:
+        return [(text, self.draft.encode(text, add_special_tokens=False)) for text in ANCHORS]
+
+    def word(self, text: bytes, first: bool) -> list[int]:
+        """The draft model's tokens of a word; first: whether it begins a text. An incomplete character at its end has
+        none."""
+        if not first and (kept := self._words.get(text)) is not None:
+            return kept
+        string = text.decode(errors="ignore")
+        found = self._encoded(string, first) if string else []
+        if not first:
+            self._words[text] = found
+        return found
+
+    def _encoded(self, string: str, first: bool) -> list[int]:
+        plain = self.draft.encode(string, add_special_tokens=False)
+        if first:
+            return plain
+        for anchor, before in self._anchors:
+            whole = self.draft.encode(anchor + string, add_special_tokens=False)
+            if whole[: len(before)] == before and len(whole) > len(before):
+                return whole[len(before) :]
+        return plain
+
+    def special(self, token: int) -> int | None:
+        """The draft model's token for a special one of the target."""
+        return self._special.get(token)
+
+    @cached_property
+    def reverse(self) -> Vocabularies:
+        """The same with the two tokenizers exchanged."""
+        return Vocabularies(self.draft, self.target)
+
+    def text_of(self, token: int) -> bytes:
+        """What a token adds to a text; empty for a special one."""
+        return self._texts.get(token, b"")
+
+
+@dataclass
+class Rendering:
+    """A row's text in the draft model's tokens, word by word: one is complete when the next begins, with a space.
+
+    ids: of the complete words, which stay the same.
+    read: tokens of the row so far. word: text of the last one, which may go on; length: its tokens; first: whether it
+        begins the text.
+    """
+
+    vocabularies: Vocabularies
+    ids: list[int] = field(default_factory=list)
+    read: int = 0
+    word: bytes = b""
+    length: int = 0
+    first: bool = True
+
+    def continued(self, tokens: Sequence[int], after: Sequence[int] = ()) -> Rendering:
+        """That of a row, whose tokens go on where they ended the last time, and of drafted tokens after it."""
+        if self.read == 0:
+            self.ids = list(self.vocabularies.begin)
+            self.read = int(list(tokens[:1]) == [self.vocabularies.target.bos_token_id])
+        self._feed(tokens[self.read :])
+        self.read = len(tokens)
+        if not after:
+            return self
+        copied = replace(self, ids=[*self.ids])
+        copied._feed(after)
+        return copied
+
+    @property
+    def whole(self) -> list[int]:
+        """The draft model's tokens of all of the text."""
+        return [*self.ids, *self.vocabularies.word(self.word, self.first)] if self.word else [*self.ids]
+
+    def _feed(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            text = self.vocabularies.text_of(token)
+            begins = text[:1] == b" " and not self.word[-1:].isspace()
+            if self.word and (not text or begins or self.length >= LONGEST):
+                self.ids = self.whole
+                self.word, self.length, self.first = b"", 0, False
+            begun = text and self.first and not self.length
+            if begun and self.vocabularies.strips:
+                text = text.removeprefix(b" ")
+            if text or begun:
+                self.word, self.length = self.word + text, self.length + 1
+            elif (other := self.vocabularies.special(token)) is not None:
+                self.ids.append(other)
+
+
+class RowTexts:
+    """The texts of rows as a draft model with the target's tokenizer reads them.
+
+    shared: target's token -> the draft model's; None where they are the same.
+    """
+
+    shared: Mapping[int, int] | None = None
+
+    def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
+        """The tokens of a row and of drafted ones after it."""
+        return [*row.tokens, *after]
+
+    def settled(self, row: Row) -> int:
+        """How many of the first of them stay the same."""
+        return len(row.tokens)
+
+    def end(self, row: Row) -> None:
+        """The row is finished."""
+
+    def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
+        """(..., n) logits of the tokens that are drafted, from those of the draft model; n is `vocabulary`, the size of
+        the target's, where all are."""
+        return sized(logits, vocabulary)
+
+
+class RenderedTexts(RowTexts):
+    """The same as a draft model with another tokenizer reads them, which drafts its own tokens."""
+
+    def __init__(self, vocabularies: Vocabularies):
+        self.vocabularies = vocabularies
+        self._renderings: dict[Row, Rendering] = {}
+
+    def rendering(self, row: Row, after: Sequence[int] = ()) -> Rendering:
+        return self._renderings.setdefault(row, Rendering(self.vocabularies)).continued(row.tokens, after)
+
+    def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
+        return self.rendering(row, after).whole
+
+    def settled(self, row: Row) -> int:
+        return len(self.rendering(row).ids)
+
+    def end(self, row: Row) -> None:
+        self._renderings.pop(row, None)
+
+    def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
+        return logits
+
+
+class SharedTexts(RenderedTexts):
+    """The same, where the tokens that both have are drafted.
+
+    Args:
+        size, own_size: logits of the target, and of the draft model.
+
+    tokens: of the target, ascending, that are drafted.
+    """
+
+    def __init__(self, vocabularies: Vocabularies, size: int, own_size: int):
+        super().__init__(vocabularies)
+        self.shared = {t: own for t, own in vocabularies.shared.items() if t < size and own < own_size}
+        self.tokens = torch.tensor(sorted(self.shared))
+        self._others = torch.tensor([self.shared[token] for token in self.tokens.tolist()])
+
+    def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
+        return logits[..., self._others.to(logits.device)]
+
+
+def sized(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
+    if logits.shape[-1] >= vocabulary:
+        return logits[..., :vocabulary]
+    return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

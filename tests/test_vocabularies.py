@@ -1,0 +1,120 @@
+"""Draft models with another tokenizer: texts in their tokens, and the target's text whatever they draft."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+import truedraft
+from models import ragged, tiny
+from nets import ACROSS, drafter
+from truedraft import Refused, registry
+from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
+from truedraft.loading import load
+from vocabularies import spelling, turned
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+FOLDERS = {
+    "llama": "weights/bitllama_3M", "letters": "weights/babyllama_tok105", "neox": "tokenizers/gpt_neox_20B",
+}  # fmt: skip
+EMBEDDED = ("nano", "nano-gec")
+TEXTS = (
+    "once upon a time, there was a little girl named lily. she  wanted   to see the dog.",
+    "def add(one, two):\n    if one:\n\n        return one + two  # why\n\treturn two\n",
+    "Grüße: 漢字かな交じり文、🙂 naïve café — done…",
+    " a leading space, and a trailing one ",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 3,
+)
+MODELS = [
+    name for name in registry.names("drafters") if issubclass(registry.method("drafters", name), ModelDrafter)
+    and "draft model" in registry.method("drafters", name).card.needs
+]  # fmt: skip
+
+
+@cache
+def tokenizer(name: str) -> PreTrainedTokenizerBase:
+    if name in EMBEDDED:
+        return load(name)[1]
+    for folder in (SHARED / FOLDERS[name], SHARED / "data" / FOLDERS[name]):
+        if folder.is_dir():
+            return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    pytest.skip(f"{FOLDERS[name]} is not on this machine")
+
+
+@pytest.mark.parametrize(("target", "draft"), permutations([*FOLDERS, *EMBEDDED], 2))
+def test_a_text_that_grows_by_tokens_is_as_the_other_tokenizer_splits_it(target: str, draft: str) -> None:
+    mine, other = tokenizer(target), tokenizer(draft)
+    vocabularies, split = Vocabularies(mine, other), 0
+    ends = [token for token in (other.eos_token_id, other.unk_token_id) if token is not None]
+    for text in TEXTS:
+        ids = mine.encode(text)
+        if mine.unk_token_id in ids or mine.decode(ids, skip_special_tokens=True) != text:
+            continue
+        rendering, before = Rendering(vocabularies), 0
+        for i in range(1, len(ids) + 1):
+            found = rendering.continued(ids[:i]).whole
+            assert before <= len(rendering.ids) and rendering.whole == found
+            before = len(rendering.ids)
+        whole = other.encode(text)
+        kept = [token for token in whole if token not in ends[:1]]
+        assert [token for token in found if token not in ends[:1]] == kept or len(text) > 200, text
+        assert Rendering(vocabularies).continued(ids).whole == found
+        drafted = Rendering(vocabularies).continued(ids[:-2], ids[-2:]).whole
+        assert drafted == found
+        split += 1
+    assert split or mine.unk_token_id is not None
+
+
+def test_the_bytes_of_tokens() -> None:
+    pieces = {"<unk>": 0, "<0x0A>": 1, "▁": 2, "▁a": 3, "b": 4, "é": 5}
+    made = Tokenizer(BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pieced = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    assert token_bytes(pieced) == {1: b"\n", 2: b" ", 3: b" a", 4: b"b", 5: "é".encode()}
+    words = Tokenizer(WordPiece({"[UNK]": 0, "go": 1, "##ing": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")) == {1: b" go", 2: b"ing"}
+    assert token_bytes(spelling(7))[0] == b" "
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
+def test_the_text_is_the_targets_across_vocabularies(name: str, sample: bool) -> None:
+    model = tiny("llama")
+    made = drafter(name if name == "string-level-exact" else f"{name}{ACROSS}", model)
+    fast = truedraft.accelerate(model, draft=made, control="fixed")
+    inputs = ragged(model, 3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
+        torch.manual_seed(seed)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=30, do_sample=sample), expected)
+    assert any(one.offered for of_pass in fast.report().passes for one in of_pass.emitted)
+
+
+@pytest.mark.parametrize("name", ["draft-model", "string-level-exact"])
+def test_a_draft_model_that_is_the_target_in_other_ids_is_right(name: str) -> None:
+    """Of letters alone a text has one tokenization."""
+    model = tiny("llama", vocabulary=27)
+    made = registry.load("drafters", name, model=turned(model, 5))
+    made.own_tokenizer = spelling(54, 5, pairs=27)
+    fast = truedraft.accelerate(model, spelling(54, pairs=27), draft=made, control="fixed")
+    ids = torch.tensor([[3, 1, 4]])
+    assert torch.equal(fast.generate(ids, max_new_tokens=40), model.generate(ids, max_new_tokens=40))
+    report = fast.report()
+    assert report.tokens / len(report.passes) > 4
+
+
+def test_what_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(Refused, match="needs both tokenizers: give accelerate"):
+        truedraft.accelerate(model, draft=registry.load("drafters", "string-level-exact", model=tiny("llama")))
