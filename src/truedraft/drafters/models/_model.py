@@ -55,8 +55,8 @@ class ModelDrafter(GrowingDrafter):
         if (drafted := self._drafted) is None or drafted.ids is None:
             return []
         return [
-            f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens that "
-            "both have; string-level-exact drafts all of its own"
+            f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "
+            "that both have; string-level-exact drafts all of its own"
         ]
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,9 +1,9 @@
 """Draft model: a smaller model of the same family drafts a chain of tokens; the original speculative decoding.
 
 Leviathan, Kalman and Matias, ICML 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). Strong where a
-model exists that is many times smaller and was trained on similar data; each drafted token
-costs a pass of it, so the cost control limits the depth. Drafts are greedy under `greedy`, drawn with the target's own
-noise under `seeded`, and sampled under the rejection rules.
+model exists that is many times smaller and was trained on similar data; each drafted token costs a pass of it, so the
+cost control limits the depth. Drafts are greedy under `greedy`, drawn with the target's own noise under `seeded`, and
+sampled under the rejection rules.
 """
 
 from __future__ import annotations
