@@ -22,7 +22,8 @@ Document = str | Sequence[int] | Tensor
 
 # Arguments of generate that are not supported, each with its remedy.
 ARGUMENTS = {
-    "assistant_tokenizer": "draft models with another tokenizer are not supported yet; drop it if they share one",
+    "assistant_tokenizer": "drop it if both models share one; else accelerate(model, tokenizer, "
+    "draft='string-level-exact:model=NAME') loads the draft model with its own",
     "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
     "cache_params": "truedraft keeps a cache of its own; give the whole prompt",
     "custom_generate": "truedraft is the decode loop",
