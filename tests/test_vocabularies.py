@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 import truedraft
 from models import ragged, tiny
 from nets import ACROSS, drafter
+from test_seq2seq import tiny as seq2seq
 from truedraft import Refused, registry
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
@@ -112,6 +113,14 @@ def test_a_draft_model_that_is_the_target_in_other_ids_is_right(name: str) -> No
     assert torch.equal(fast.generate(ids, max_new_tokens=40), model.generate(ids, max_new_tokens=40))
     report = fast.report()
     assert report.tokens / len(report.passes) > 4
+
+
+def test_sources_are_not_rendered() -> None:
+    model = seq2seq("t5")
+    made = registry.load("drafters", "draft-model", model=model)
+    made.own_tokenizer = spelling(20, 3)
+    with pytest.raises(Refused, match="draft-model: the draft model has another tokenizer"):
+        truedraft.accelerate(model, spelling(20), draft=made)
 
 
 def test_what_is_refused() -> None:

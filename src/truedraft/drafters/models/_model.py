@@ -78,6 +78,11 @@ class ModelDrafter(GrowingDrafter):
     def bind(self, target: Target) -> None:
         if self.model is None:
             raise unnamed(self)
+        if self._vocabularies is not None and target.reads_sources:
+            raise Refused(
+                f"{method_name(self)}: the draft model has another tokenizer than {type(target.model).__name__}, whose "
+                "sources it would have to read in the model's tokens: give one with the same tokenizer"
+            )
         self._reader.fit(target)
         self._reader.texts, self._drafted = RowTexts(), None
         if self._vocabularies is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.tree import Row
 
 LONGEST = 32  # tokens of a word; a longer one is cut
+WORDS = 100_000  # whose tokens are kept
 ANCHORS = ("a", ".", "\n")  # text before a word, one with which it does not share tokens
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -123,6 +124,8 @@ class Vocabularies:
         string = text.decode(errors="ignore")
         found = self._encoded(string, first) if string else []
         if not first:
+            if len(self._words) >= WORDS:
+                self._words.clear()
             self._words[text] = found
         return found
 
