@@ -142,6 +142,8 @@ IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
  *   TALL            rows of w in a tile               SUMS            the sums over the lanes of a tile's accumulators
  *   FEW             nodes up to which rows of w are streamed: as many accumulators as there are registers for
  *   ACROSS_VALUES   vectors of values at a time
+ *   ADD ... MIN     of fp32                           WHERE_...       lanes of v where x is so, of `other` elsewhere
+ *   HALF_OF_POWER   2^(n - 1) for the integers n in the lower bits of floats
  *   ADD_BY_EIGHT    adds a vector to a sum of eight lanes, in the order of its lanes; MOST_BY_EIGHT the highest of each
  */
 
