@@ -19,12 +19,9 @@ def spelling(size: int, turn: int = 0, pairs: int = 0) -> PreTrainedTokenizerFas
     turn: by how much the ids are rotated. pairs: which pairs there are.
     """
     letters = ["Ġ", *ascii_lowercase][: max(size // 2, 2)]
-    merges = []
-    for step in range(1 + pairs, len(letters)):
-        merges += [
-            (one, letters[(i + step) % len(letters)]) for i, one in enumerate(letters) if (i + step) % len(letters)
-        ]
-    merges = merges[: size - len(letters)]
+    count = len(letters)
+    apart = [(i, (i + step) % count) for step in range(1 + pairs, count) for i in range(count)]
+    merges = [(letters[i], letters[j]) for i, j in apart if j][: size - count]
     pieces = [*letters, *("".join(pair) for pair in merges)]
     ids = {piece: (i + turn) % len(pieces) for i, piece in enumerate(pieces)}
     made = Tokenizer(BPE(ids, merges))

@@ -226,11 +226,12 @@ class BlockTarget(CanvasTarget):
         nodes.slot += [slot] * n
         nodes.position += range(start, start + n)
         nodes.place += range(place, place + n)
+        places = [*before, *range(place, place + n)]
+        direct = next((k for k, one in enumerate(places) if one != base + k), len(places))
         for i in range(0, n, size):
             end = min(i + size, n)
-            reads = [*before, *range(place, place + end)]
-            behind = next((k for k, read in enumerate(reads) if read != base + k), len(reads))
-            del reads[:behind]
+            behind = min(direct, len(before) + end)
+            reads = places[behind : len(before) + end]
             first = start + end - len(reads)
             for _ in range(i, end):
                 nodes.base.append(base + behind)

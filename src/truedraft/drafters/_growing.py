@@ -139,8 +139,12 @@ class LevelReader(Protocol):
 
 
 class GrowingDrafter(Drafter):
-    """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows."""
+    """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows.
 
+    shared: see `GrowingTree`.
+    """
+
+    shared: Mapping[int, int] | None = None
     prior_confidence = 0.7
     autoregressive = reads_texts = True
 
@@ -198,20 +202,21 @@ class GrowingDrafter(Drafter):
         """A row's draft before its first level, behind tokens that another drafter has drafted."""
         deepest = min(len(after) + self.levels, row.room - row.step - 1)
         read = self.reader.tokens_read(row, deepest)
+        pending = (after or row.tokens)[-1]
         if read is None:
-            read, deepest = -1, 0
-        most, unread = min(budget, self.width), self.text(row, after)[read:]
-        tokens = unread if self.shared is None else [*unread[:-1], (after or row.tokens)[-1]]
+            unread, deepest = [pending], 0
+        else:
+            unread = self.unread(row, after, read)
+        most = min(budget, self.width)
+        tokens = unread if self.shared is None else [*unread[:-1], pending]
         return GrowingTree(
             row, tokens, len(tokens) - 1, self.room(most), deepest, budget=most, after=after, shared=self.shared,
             ids=unread,
         )  # fmt: skip
 
-    shared: Mapping[int, int] | None = None  # see `GrowingTree`
-
-    def text(self, row: Row, after: Sequence[int]) -> list[int]:
-        """A row's tokens and drafted ones after it, as the reader has them."""
-        return [*row.tokens, *after]
+    def unread(self, row: Row, after: Sequence[int], read: int) -> list[int]:
+        """The reader's tokens of a row, and of drafted ones after it, behind the first `read`."""
+        return [*row.tokens[read:], *after[max(read - len(row.tokens), 0) :]]
 
     def _level(self, active: Sequence[GrowingTree]) -> None:
         """One pass of the reader, and the level grown from it."""

@@ -35,7 +35,6 @@ class ModelDrafter(GrowingDrafter):
 
     model: Any
     _vocabularies: Vocabularies | None = None  # where there are two
-    _drafted: DraftVocabulary | None = None  # of these
 
     def __post_init__(self) -> None:
         self.model, self.own_tokenizer = loaded(self.model)
@@ -52,7 +51,7 @@ class ModelDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        if (drafted := self._drafted) is None or drafted.ids is None:
+        if (drafted := self.vocabulary) is None or drafted.ids is None:
             return []
         return [
             f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "
@@ -68,12 +67,12 @@ class ModelDrafter(GrowingDrafter):
     def shared(self) -> Mapping[int, int] | None:  # type: ignore[override]
         return self._reader.texts.shared
 
-    def text(self, row: Row, after: Sequence[int]) -> list[int]:
-        return self._reader.texts.text(row, after)
+    def unread(self, row: Row, after: Sequence[int], read: int) -> list[int]:
+        return super().unread(row, after, read) if self.shared is None else self._reader.texts.text(row, after)[read:]
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        return self._drafted
+        return self._reader.texts.vocabulary
 
     def bind(self, target: Target) -> None:
         if self.model is None:
@@ -84,25 +83,40 @@ class ModelDrafter(GrowingDrafter):
                 "sources it would have to read in the model's tokens: give one with the same tokenizer"
             )
         self._reader.fit(target)
-        self._reader.texts, self._drafted = RowTexts(), None
-        if self._vocabularies is not None:
-            texts = SharedTexts(self._vocabularies, target.vocabulary, self._reader.vocab_size)
-            self._reader.texts, self._drafted = texts, DraftVocabulary(target.vocabulary, texts.tokens)
+        self._reader.texts = self._texts_for(target)
+
+    def _texts_for(self, target: Target) -> RowTexts:
+        if self._vocabularies is None:
+            return RowTexts()
+        return SharedTexts(self._vocabularies, target.vocabulary, self._reader.vocab_size)
 
 
-class ChainDrafter(ModelDrafter, Continuing):
-    """Drafts a chain of tokens. Fields of every subclass: length (tokens at most), confidence (a draft ends after a
-    token of lower probability)."""
+class ContinuingModelDrafter(ModelDrafter, Continuing):
+    """Drafts a chain, also behind the draft of another drafter. Fields of every subclass: length (tokens of the draft
+    model at most)."""
 
     length: int
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        self.reader.catch_up(rows, after)
+        each = zip(rows, budget, after, strict=True)
+        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])
+
+
+class ChainDrafter(ContinuingModelDrafter):
+    """Drafts a chain of tokens. Fields of every subclass: confidence (a draft ends after a token of lower
+    probability)."""
+
     confidence: float
 
     @property
     def width(self) -> int:
-        return self.length
-
-    @property
-    def levels(self) -> int:
         return self.length
 
     @property
@@ -115,13 +129,6 @@ class ChainDrafter(ModelDrafter, Continuing):
         sure = all(law[token] >= self.confidence for token in tokens)
         added = growing.add(node, tokens, law)
         growing.end_level(added if sure else [])
-
-    def extend_each(
-        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
-    ) -> list[DraftTree]:
-        self.reader.catch_up(rows, after)
-        each = zip(rows, budget, after, strict=True)
-        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])
 
 
 def unnamed(drafter: Drafter) -> Refused:

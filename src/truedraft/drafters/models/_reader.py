@@ -129,20 +129,19 @@ class Reader:
                     )
         self._running |= set(rows)
         self._more = more + CHUNK
-        (slots, _), count = self.target.reserved, len(self._running)
-        self._reserve(count if count <= slots else max(count, 2 * slots), max(map(self._longest, self._running)))
+        self._reserve(len(self._running), max(map(self._longest, self._running)))
         self._width = max((len(row.source) for row in self._running if self.fits(row, 0)), default=0)
 
     def _reserve(self, count: int, length: int) -> None:
         """Reserve cache for so many rows of a length, and drafts for them, unless there is; raises NoRoom."""
         slots, room = self.target.reserved
         if slots < count or room < length + self._more:
-            self.target.reserve(max(count, slots), length + self._more)
+            self.target.reserve(slots if slots >= count else max(count, 2 * slots), length + self._more)
             self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
 
     def _longest(self, row: Row) -> int:
         """Tokens of a row that there is to be room for, if it goes on as it is so far."""
-        length = len(self.texts.text(row))
+        length = self.texts.length(row)
         return max(ceil(length / max(len(row.tokens), 1) * (row.prompt + row.room)), length)
 
     def end(self, row: Row) -> None:
@@ -158,7 +157,7 @@ class Reader:
         """Whether the row and `after` tokens more fit in the model's context and its cache, and the source in its
         encoder."""
         context, sources = self.target.context, self.target.longest_source
-        length, (_, room) = len(self.texts.text(row)), self.target.reserved
+        length, (_, room) = self.texts.length(row), self.target.reserved
         return (
             0 < length <= room - self._more
             and (context is None or length + after <= context)
@@ -195,7 +194,7 @@ class Reader:
         """
         self._branches.clear()
         with suppress(NoRoom):  # then rows that are longer than expected are not drafted for
-            self._reserve(len(rows), max(len(self.texts.text(row)) for row in rows))
+            self._reserve(len(rows), max(map(self.texts.length, rows)))
         self.admit(rows)
         drafted = dict(zip(rows, after, strict=bool(after)))
         self.follow(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.tree import Row
 
 LONGEST = 32  # tokens of a word; a longer one is cut
@@ -67,22 +68,22 @@ def by_bytes(tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, bytes]) -> 
 
 
 class Vocabularies:
-    """Two tokenizers: that of the target and that of its draft model.
-
-    shared: target's token -> the draft model's, of those with the same text. The ends of texts correspond as well, and
-        special tokens of one name.
-    """
+    """Two tokenizers: that of the target and that of its draft model."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase):
         self.target, self.draft = target, draft
         self._texts = token_bytes(target)
         self._words: dict[bytes, list[int]] = {}
-        mine = by_bytes(target, self._texts)
-        others = by_bytes(draft, token_bytes(draft))
-        self.shared = {token: others[text] for text, token in mine.items() if text in others}
         self._special = self._corresponding()
-        if (end := self._special.get(target.eos_token_id)) is not None:
-            self.shared[target.eos_token_id] = end
+
+    @cached_property
+    def shared(self) -> dict[int, int]:
+        """Target's token -> the draft model's, of those with the same text and of the ends of texts."""
+        mine, others = by_bytes(self.target, self._texts), by_bytes(self.draft, self.reverse._texts)
+        found = {token: others[text] for text, token in mine.items() if text in others}
+        if (end := self._special.get(self.target.eos_token_id)) is not None:
+            found[self.target.eos_token_id] = end
+        return found
 
     def _corresponding(self) -> dict[int, int]:
         """Special tokens of the target with those of the draft model that have their names or parts."""
@@ -185,7 +186,28 @@ class Rendering:
     @property
     def whole(self) -> list[int]:
         """The draft model's tokens of all of the text."""
-        return [*self.ids, *self.vocabularies.word(self.word, self.first)] if self.word else [*self.ids]
+        return [*self.ids, *self._last]
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self._last)
+
+    @property
+    def _last(self) -> list[int]:
+        return self.vocabularies.word(self.word, self.first) if self.word else []
+
+    def drafted(self, tokens: Sequence[int], own: Sequence[int]) -> list[int]:
+        """The target's tokens that follow, for the draft model's tokens `own` after the text.
+
+        tokens: the target's, of the text. Where its tokenizer splits the text otherwise, `own` is split alone.
+        """
+        begun = list(tokens[len(tokens) - self.length :])
+        split = Rendering(self.vocabularies.reverse, word=self.word, length=self.length, first=self.first)
+        split._feed(own)
+        if split.whole[: len(begun)] == begun:
+            return split.whole[len(begun) :]
+        alone = Rendering(self.vocabularies.reverse, first=False)
+        alone._feed(own)
+        return alone.whole
 
     def _feed(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -207,9 +229,15 @@ class RowTexts:
     """The texts of rows as a draft model with the target's tokenizer reads them.
 
     shared: target's token -> the draft model's; None where they are the same.
+    vocabulary: of the tokens that are drafted; None for all of the target's.
     """
 
     shared: Mapping[int, int] | None = None
+    vocabulary: DraftVocabulary | None = None
+
+    def length(self, row: Row) -> int:
+        """How many tokens a row has."""
+        return len(row.tokens)
 
     def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
         """The tokens of a row and of drafted ones after it."""
@@ -238,6 +266,9 @@ class RenderedTexts(RowTexts):
     def rendering(self, row: Row, after: Sequence[int] = ()) -> Rendering:
         return self._renderings.setdefault(row, Rendering(self.vocabularies)).continued(row.tokens, after)
 
+    def length(self, row: Row) -> int:
+        return len(self.rendering(row))
+
     def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
         return self.rendering(row, after).whole
 
@@ -256,15 +287,14 @@ class SharedTexts(RenderedTexts):
 
     Args:
         size, own_size: logits of the target, and of the draft model.
-
-    tokens: of the target, ascending, that are drafted.
     """
 
     def __init__(self, vocabularies: Vocabularies, size: int, own_size: int):
         super().__init__(vocabularies)
         self.shared = {t: own for t, own in vocabularies.shared.items() if t < size and own < own_size}
-        self.tokens = torch.tensor(sorted(self.shared))
-        self._others = torch.tensor([self.shared[token] for token in self.tokens.tolist()])
+        tokens = sorted(self.shared)
+        self.vocabulary = DraftVocabulary(size, torch.tensor(tokens))
+        self._others = torch.tensor([self.shared[token] for token in tokens])
 
     def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
         return logits[..., self._others.to(logits.device)]

@@ -18,17 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.card import Card, knob, method_name
-from truedraft.drafters._base import Continuing
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._model import ModelDrafter
-from truedraft.drafters.models._vocabularies import RenderedTexts, Rendering, Vocabularies
+from truedraft.drafters.models._model import ContinuingModelDrafter
+from truedraft.drafters.models._vocabularies import RenderedTexts, RowTexts, Vocabularies
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row
 
 
 @dataclass
-class StringLevelExact(ModelDrafter, Continuing):
+class StringLevelExact(ContinuingModelDrafter):
     card = Card(
         paper="arXiv 2502.05202 (2025)",
         idea="A smaller model with another tokenizer drafts text, which the target's tokenizer splits.",
@@ -46,10 +45,6 @@ class StringLevelExact(ModelDrafter, Continuing):
         return self.tokens
 
     @property
-    def levels(self) -> int:
-        return self.length
-
-    @property
     def vocab_size(self) -> int | None:
         return None
 
@@ -58,15 +53,17 @@ class StringLevelExact(ModelDrafter, Continuing):
         if self.own_tokenizer is not None:
             self._vocabularies = Vocabularies(tokenizer, self.own_tokenizer)
 
-    def bind(self, target: Target) -> None:
-        super().bind(target)
+    def _texts_for(self, target: Target) -> RowTexts:
         if self._vocabularies is None:
             raise Refused(
                 f"{method_name(self)} needs both tokenizers: give accelerate() the model's, and the draft model by its "
                 "name"
             )
-        self._texts = self.reader.texts = RenderedTexts(self._vocabularies)
-        self._drafted = None
+        self._texts = RenderedTexts(self._vocabularies)
+        return self._texts
+
+    def unread(self, row: Row, after: Sequence[int], read: int) -> list[int]:
+        return self._texts.text(row, after)[read:]
 
     def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         """(k, n) distributions over the draft model's own tokens, which processors of the target's do not apply to."""
@@ -88,41 +85,7 @@ class StringLevelExact(ModelDrafter, Continuing):
 
     def _tokens(self, growing: GrowingTree) -> list[int]:
         """The draft in the target's tokens."""
-        drafted = growing.tokens[growing.root + 1 :]
-        if not drafted:
+        if not (own := growing.tokens[growing.root + 1 :]):
             return []
         rendering = self._texts.rendering(growing.row, growing.after)
-        return split(rendering, [*growing.row.tokens, *growing.after], drafted)
-
-    def extend_each(
-        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
-    ) -> list[DraftTree]:
-        self.reader.catch_up(rows, after)
-        each = zip(rows, budget, after, strict=True)
-        return self._grown([self._growing(row, most, drafted) for row, most, drafted in each])
-
-
-def split(rendering: Rendering, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
-    """The target's tokens that follow, for the draft model's tokens after a text.
-
-    Args:
-        rendering: of the text. tokens: the target's, of the text.
-    """
-    others = rendering.vocabularies.reverse
-    known, first = rendering.word, rendering.first
-    begun = list(tokens[len(tokens) - rendering.length :]) if known else []
-    found: list[int] = []
-    word = known
-    for token in (*drafted, None):
-        text = b"" if token is None else others.text_of(token)
-        if word != known and (not text or (text[:1] == b" " and not word[-1:].isspace())):
-            whole = others.word(word, first)
-            found += whole[len(begun) :] if whole[: len(begun)] == begun else others.word(word[len(known) :], False)
-            known, begun, word, first = b"", [], b"", False
-        elif text[:1] == b" " and known and word == known and not word[-1:].isspace():
-            known, begun, word, first = b"", [], b"", False  # the row's last word is complete
-        if not text and token is not None:
-            end = others.special(token)
-            return found if end is None else [*found, end]
-        word += text
-    return found
+        return rendering.drafted([*growing.row.tokens, *growing.after], own)
