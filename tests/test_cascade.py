@@ -63,14 +63,18 @@ def test_a_strict_cascade_of_the_target_is_always_accepted(below: tuple[str, ...
 def test_a_cascade_needs_fewer_passes_of_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A periodic text: the statistic is right, and the draft model verifies its draft in one pass."""
     model = tiny()
-    passes, score = 0, Reader.score
+    passes = 0
 
-    def counted(self: Reader, trees: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        return score(self, trees)
+    def counted(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            return method(*args)
 
-    monkeypatch.setattr(Reader, "score", counted)
+        return call
+
+    for name in ("score", "expand"):
+        monkeypatch.setattr(Reader, name, counted(getattr(Reader, name)))
     phrase = (3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[:9]).tolist()
     follows = dict(zip(phrase, phrase[1:] + phrase[:1], strict=True))
     periodic = dict(prefix_allowed_tokens_fn=lambda batch, ids: [follows[int(ids[-1])]])

@@ -17,7 +17,7 @@ from drafters_for_tests import HiddenReader
 from models import ARCHITECTURES, RECURRENT, ROUGH, V, ragged, tapped, tiny
 from nets import text_net
 from truedraft import DraftTree
-from truedraft.runtime import forward, native, nodes
+from truedraft.runtime import forward, native, nodes, processors
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.parts import PartAttention
 from truedraft.runtime.programs import PROGRAMS
@@ -37,7 +37,7 @@ TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
 
 @pytest.fixture(autouse=True)
 def long_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "LONG", dict.fromkeys(forward.LONG, LONG))
+    monkeypatch.setattr(processors, "LONG", dict.fromkeys(processors.LONG, LONG))
     monkeypatch.setattr(forward, "WIDE", WIDTH)
 
 
@@ -131,7 +131,7 @@ def test_prefill_in_one_call_gives_the_models_logits(dtype: torch.dtype) -> None
 def test_text_after_long_prompts_equals_generate(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For short and long prompts together, with compiled passes and with compiled linear layers alone."""
     model = tiny(architecture, torch.float32)
-    monkeypatch.setattr(forward, "LONG", dict.fromkeys(forward.LONG, 12))
+    monkeypatch.setattr(processors, "LONG", dict.fromkeys(processors.LONG, 12))
     inputs = ragged(model, 5)
     assert inputs["attention_mask"].sum(1).tolist() == [5, 8, 11, 14, 17]
     settings = dict(max_new_tokens=20, do_sample=False)
@@ -185,16 +185,16 @@ def test_length_limit_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     found: list[int] = []
     for known in ({"amx_bf16", "avx512_bf16"}, {"avx512_bf16", "GenuineIntel"}, {"avx2"}, set()):
-        monkeypatch.setattr(forward, "processor", lambda known=known: frozenset(known))
-        found.append(forward.long_prompt(torch.bfloat16, 4096))
-        fp32 = [forward.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
+        monkeypatch.setattr(processors, "processor", lambda known=known: frozenset(known))
+        found.append(processors.long_prompt(torch.bfloat16, 4096))
+        fp32 = [processors.long_prompt(torch.float32, width) for width in (4096, 768, 256)]
         assert fp32 == ([256, 256, 768] if "GenuineIntel" in known else [8192, 8192, 2731])
-        small, middle = (forward.long_prompt(torch.bfloat16, width) for width in (256, 768))
+        small, middle = (processors.long_prompt(torch.bfloat16, width) for width in (256, 768))
         equal = "avx512_bf16" in known and "amx_bf16" not in known
         assert small == (round(middle / 3) if equal else 3 * middle)
     assert found == sorted(found) == [1536, 8192, 16384, 16384]
     monkeypatch.undo()
-    assert forward.processor() == frozenset() or len(forward.processor()) > 5
+    assert processors.processor() == frozenset() or len(processors.processor()) > 5
 
 
 def test_quantised_models_prefill_by_compiled_passes() -> None:

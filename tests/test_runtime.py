@@ -18,7 +18,7 @@ from truedraft import DraftTree, Refused
 from truedraft.chains import chained
 from truedraft.errors import NoRoom
 from truedraft.runtime import native, panels
-from truedraft.runtime.forward import processor
+from truedraft.runtime.processors import processor
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import keeps_states

@@ -134,6 +134,7 @@ class Laws:
     lockstep: rows advance together, ended ones with padding, and every call is that of plain generate: the whole batch,
         once per step. Required where a processor may couple rows or count its calls, and where the scores of a batch
         are returned, which `transformers` computes for ended rows too.
+    rowwise: the processors that apply to drafts too.
     logprobs: receives the raw logits of every emitted token of a batch of one row.
     """
 
@@ -146,7 +147,7 @@ class Laws:
         logprobs: Logprobs | None = None,
     ):
         self.processors = processors
-        self._rowwise = [p for p in processors if _by_row(type(p))]
+        self.rowwise = [p for p in processors if _by_row(type(p))]
         self.history = history
         self.logprobs = logprobs
         self.keeps = bool(keep_scores or keep_logits or logprobs)
@@ -210,7 +211,7 @@ class Laws:
         """
         raw = logits.to(torch.float32)
         if self.drafts_pointwise:
-            return self._everywhere(self._rowwise, raw) if self._rowwise else raw
+            return self._everywhere(self.rowwise, raw) if self.rowwise else raw
         scores = raw.clone()
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             with suppress(Exception):
@@ -221,12 +222,12 @@ class Laws:
         """(k, V) scores of the target after a row's prefix and each of k drafts. logits: (k, V) raw, not written to."""
         raw = logits.to(torch.float32)
         if self.drafts_pointwise:
-            return self._everywhere(self._rowwise, raw) if self._rowwise else raw
+            return self._everywhere(self.rowwise, raw) if self.rowwise else raw
         return torch.stack([self._after(row, draft, line) for draft, line in zip(drafts, raw, strict=True)])
 
     def _after(self, row: Row, draft: Sequence[int], raw: Tensor) -> Tensor:
         """(V,) scores after a row's prefix and a draft, by the processors that read these alone."""
-        processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in self._rowwise)
+        processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in self.rowwise)
         drafted = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
         prefix = torch.cat([self.history.prefix([row]), drafted], 1)
         return processors(prefix, raw[None].clone())[0]  # type: ignore[arg-type]

@@ -5,14 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps
 from truedraft.views._base import Reduction, Rounded, View
 
 PROMPT = 512  # most positions of prompts in one call
+
+
+@dataclass(frozen=True, eq=False)
+class GreedyChain:
+    """A chain of likeliest tokens.
+
+    most: of its tokens. ends: tokens that it ends with. least: it ends with a token of lower probability too.
+    columns: (n,) int64, the tokens considered, ascending; a number for the first so many.
+    """
+
+    most: int
+    ends: Sequence[int]
+    least: float
+    columns: Tensor | int
 
 
 class Runner(ABC):
@@ -115,3 +131,21 @@ class Runner(ABC):
             NotCompilable: the pass cannot be computed this way; nothing was committed.
             Refused: see `reduced`.
         """
+
+    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+        """Score the nodes of one tree per slot in use behind its first ones, which earlier passes wrote; see
+        `Target.extend`. Here these are computed again.
+
+        Returns:
+            (k, V) logits at the last nodes of each tree, as many as `last` gives.
+        """
+        logits = self.score(trees, Taps()).logits
+        each = zip(logits, trees, last, strict=True)
+        return torch.cat([row[len(tree) - count : len(tree)] for row, tree, count in each])
+
+    def extend_greedily(
+        self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
+    ) -> list[list[int]] | None:
+        """The tokens of a chain behind the last node of each tree that has one, in one call; see
+        `Target.extend_greedily`. None where a call makes one pass."""
+        return None

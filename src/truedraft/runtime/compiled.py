@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
-from truedraft.runtime._base import Runner
+from truedraft.runtime._base import GreedyChain
+from truedraft.runtime.chaining import ChainBuffers, ExtendingPass, floats
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.experts import check_ops
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
@@ -40,7 +41,7 @@ VARIANTS = 64  # most cached reductions and lists of operations; the oldest is d
 CPU = torch.device("cpu")
 
 
-class CompiledPass(Runner):
+class CompiledPass(ExtendingPass):
     """The compiled pass of one model.
 
     Args:
@@ -59,7 +60,7 @@ class CompiledPass(Runner):
         library = native.library()
         if library is None:
             raise NotCompilable(native.missing())
-        self._run = library.truedraft_pass
+        self._run, self._run_chains = library.truedraft_pass, library.truedraft_chains
         self.model, self.copied = model, copied
         self._compile()
 
@@ -203,8 +204,8 @@ class CompiledPass(Runner):
         ops: list[Op] = []
         for op in p.ops[: p.head_from]:
             ops += (next(copies), op) if op.kind == OpKind.ATTEND else (op,)
-        seen = [_floats(len(nodes), self._stride(names[op.src])) for op, _ in attending]
-        logits = _floats(0, self._stride("logits"))
+        seen = [floats(len(nodes), self._stride(names[op.src])) for op, _ in attending]
+        logits = floats(0, self._stride("logits"))
         self._execute((Op * len(ops))(*ops), nodes, [], None, [logits, *seen], {})
         found: list[list[Tensor]] = [[] for _ in self.cache.layers]
         for (op, at), rows in zip(attending, seen, strict=True):
@@ -261,13 +262,13 @@ class CompiledPass(Runner):
         Raises:
             Refused: there is no such layer.
         """
-        kept = {layer: _floats(len(nodes), self._stride("x")) for layer in hidden}
+        kept = {layer: floats(len(nodes), self._stride("x")) for layer in hidden}
         further: dict[str, Sequence[int]] = {}
         before = []
         if reduction.spared:
             further["sparing"] = [*(-int(whole) for whole in nodes.whole or [False] * len(nodes)), 0]
-            before = [_floats(len(nodes), self._stride("x"))]
-        logits = _floats(*(shape or (len(gather),)), self._stride("logits"))
+            before = [floats(len(nodes), self._stride("x"))]
+        logits = floats(*(shape or (len(gather),)), self._stride("logits"))
         if (copies := self._whole.rounded.get(reduction.entries)) is not None:
             further["rounded"] = copies.lengths
         beside = [torch.zeros(len(nodes), padded_to_16(width)) for width in self._lists.widths(reduction)]
@@ -279,14 +280,18 @@ class CompiledPass(Runner):
 
     def _execute(
         self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
-        further: Mapping[str, Sequence[int]],
-    ) -> None:  # fmt: skip
+        further: Mapping[str, Sequence[int]], chains: Sequence[GreedyChain] = (),
+    ) -> list[list[int]]:  # fmt: skip
         """Run operations over the nodes.
 
         Args:
             out: fp32 buffers behind those of the program, the logits first.
             further: lists that some operations need. rounded: by slot, the first places that attention reads in fewer
                 bits; sparing: see `Pass` in pass.c.
+            chains: what follows each node of `gather`, in further passes; for none, nothing does.
+
+        Returns:
+            The tokens of these chains.
         """
         n, m = len(nodes), len(gather)
         self._reserve(n)
@@ -310,11 +315,17 @@ class CompiledPass(Runner):
         }  # fmt: skip
         self._complete(nodes, numbers, lists)
         given = PassArguments.of(numbers, lists)
-        failure = self._run(ops, len(ops), given, self._share, torch.get_num_threads())
+        passed = ops, len(ops), given, self._share, torch.get_num_threads()
+        if chains:
+            greedy = ChainBuffers(chains, len(self._buffers))
+            failure = self._run_chains(*passed, greedy.arguments)
+        else:
+            failure = self._run(*passed)
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
             raise IndexError(Failure(failure).why)
+        return greedy.tokens() if chains else []
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""
@@ -365,8 +376,3 @@ class CompiledPass(Runner):
                 del self._variants[next(iter(self._variants))]
             self._variants[key] = (Op * len(ops))(*ops)
         return self._variants[key]
-
-
-def _floats(*shape: int) -> Tensor:
-    """A new buffer of fp32, whatever torch's default is."""
-    return torch.empty(*shape, dtype=torch.float32)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +36,6 @@ from truedraft.runtime.weights import Copies, NotCompilable
 from truedraft.tree import DraftTree, Piece, Prompt, Scores, Taps, joined
 from truedraft.views._base import Reduction, Rounded, View
 
-# Least tokens of a prompt for which the model's own forward is faster than compiled passes, at hidden size WIDE: where
-# both have the same instructions, in fp32 on Intel processors, for which torch's matrix products are tuned, in bf16
-# by tiles, which torch keeps busier, and in bf16 without instructions for it.
-LONG = {"equal": 8192, "intel": 256, "amx_bf16": 1536, "widened": 16384}
-WIDE = 768
 WHOLE, PART = 4096, 2048  # most tokens of a prompt that is read in one call, and of each call for a longer one
 ROOM = 1 << 30  # most bytes of activations and masks in such a call; fewer tokens where they need more
 SPANS = {"cpu": 128, "cuda": 512}  # positions per call of prompts that are read in pieces
@@ -157,6 +150,18 @@ class ForwardPass(Runner):
             layer: [row[: len(tree)] for row, tree in zip(states[layer], trees, strict=True)] for layer in taps.hidden
         }
         return Scores(logits, hidden, [0] * len(trees))
+
+    @torch.no_grad()
+    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+        cursor = self.cache.cursor
+        first = [min(known, len(tree) - 1) for known, tree in zip(written, trees, strict=True)]
+        width = max(len(tree) - begin for begin, tree in zip(first, trees, strict=True))
+        nodes = Padded.of(trees, cursor.lengths, width, self.device, first=first).to(self.device)
+        extent = max(length + len(tree) for length, tree in zip(cursor.lengths, trees, strict=True))
+        cursor.placed(nodes.places, extent)
+        logits, _ = self.forward_nodes(nodes, extent, Taps())
+        ends = [len(tree) - begin for begin, tree in zip(first, trees, strict=True)]
+        return torch.cat([row[end - count : end] for row, end, count in zip(logits, ends, last, strict=True)])
 
     @torch.no_grad()
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:
@@ -301,38 +306,6 @@ def attention_mask(model: PreTrainedModel, seen: Tensor) -> Tensor:
         return seen
     zeros = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
     return zeros.masked_fill_(~seen, torch.finfo(model.dtype).min)
-
-
-def long_prompt(dtype: torch.dtype, width: int) -> int:
-    """Least tokens of a prompt that a model's own forward reads faster than compiled passes, on this processor.
-
-    Chosen by the processor's vendor and instructions, not by timing, so that a prompt is read the same way, and has
-    the same bits, in every call.
-
-    width: hidden size.
-    """
-    features = processor()
-    if dtype != torch.bfloat16:
-        kind = "intel" if "GenuineIntel" in features else "equal"
-    elif "amx_bf16" in features:
-        kind = "amx_bf16"
-    else:
-        kind = "equal" if "avx512_bf16" in features else "widened"
-    if kind == "equal":  # products are faster, attention grows faster
-        return round(LONG[kind] * min(width / WIDE, 1.0))
-    return round(LONG[kind] * max(WIDE / width, 1.0))  # calls of small layers have a fixed cost
-
-
-@cache
-def processor() -> frozenset[str]:
-    """The processor's vendor and flags in /proc/cpuinfo; empty where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(
-        word for kind in ("vendor_id", "flags") for word in next((x for x in lines if x.startswith(kind)), "").split()
-    )
 
 
 class PromptPass(ForwardPass):

@@ -36,20 +36,23 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.slot)
 
-    def add_tree(self, slot: int, length: int, tree: DraftTree, offset: int = 0) -> None:
-        """The nodes of a tree behind the `length` committed entries of a slot; offset: what positions exceed places
-        by."""
-        shape, first, n = tree.shape, len(self), len(tree)
-        before = len(self.extra)
-        self.token += tree.tokens
+    def add_tree(self, slot: int, length: int, tree: DraftTree, offset: int = 0, written: int = 0) -> None:
+        """The nodes of a tree behind the `length` committed entries of a slot.
+
+        offset: what positions exceed places by. written: how many of the first nodes earlier passes wrote.
+        """
+        shape, first, n = tree.shape, len(self), len(tree) - written
+        above = shape.extra_from[written]
+        before = len(self.extra) - above
+        self.token += tree.tokens[written:]
         self.slot += [slot] * n
         root = length + offset
-        self.position += [root + d for d in shape.depth]
-        self.place += range(length, length + n)
-        self.base += [length + r for r in shape.run]
-        self.extra += [length + e for e in shape.extra]
-        self.extra_position += [root + d for d in shape.extra_depth]
-        self.extra_from += [before + e for e in shape.extra_from[1:]]
+        self.position += [root + d for d in shape.depth[written:]]
+        self.place += range(length + written, length + len(tree))
+        self.base += [length + r for r in shape.run[written:]]
+        self.extra += [length + e for e in shape.extra[above:]]
+        self.extra_position += [root + d for d in shape.extra_depth[above:]]
+        self.extra_from += [before + e for e in shape.extra_from[written + 1 :]]
         self._grouped(first, n, length + 1 + shape.height)
 
     def add_chain(self, slot: int, start: int, tokens: Sequence[int] | None, n: int) -> None:

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from truedraft.errors import NoRoom
 from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
-from truedraft.runtime.forward import processor
 from truedraft.runtime.native import Form
+from truedraft.runtime.processors import processor
 from truedraft.runtime.weights import PANEL_FORMS, Copies, Weight, rounded, stored
 
 ROWS = 16  # of a panel, as PANEL in pass.c

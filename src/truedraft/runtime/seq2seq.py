@@ -100,6 +100,7 @@ class CrossAttentionPass(CompiledPass):
     """A pass whose nodes attend to their row's source, stored without padding."""
 
     seq2seq_cache: Seq2SeqCache
+    greedy_chains = False
 
     @torch.no_grad()
     def read_source(self, states: Tensor, source_mask: Tensor) -> None:

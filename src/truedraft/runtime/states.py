@@ -27,6 +27,7 @@ class CompiledStatePass(CompiledPass):
     """See `CompiledPass` and `native/recurrent.inc`."""
 
     cache: DraftedStateCache
+    greedy_chains = False
 
     def attach(self, cache: RowCache | None) -> None:
         super().attach(cache)

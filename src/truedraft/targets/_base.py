@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.prefixes import Prefixes
+from truedraft.runtime._base import GreedyChain
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps
 from truedraft.views._base import View
@@ -276,6 +277,27 @@ class Target(Protocol):
                 view has written no scratch, or reads other entries, or the cache has no room for more scratch; nothing
                 was computed.
             NoRoom: the entries that the view chooses do not fit in free memory beside the cache.
+        """
+
+    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+        """One pass of the whole model over the nodes of one tree per slot in use behind its first `written` ones, whose
+        KV passes since the last commit wrote.
+
+        Args:
+            last: by tree, how many of its last nodes to return the logits of.
+
+        Returns:
+            (k, V) logits at these nodes, tree after tree.
+        """
+
+    def extend_greedily(
+        self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
+    ) -> list[list[int]] | None:
+        """Like `extend`, and further passes, each over the likeliest token after the last node of the one before: the
+        tokens of the chain of each tree, which has no branches, where it has one. The KV of all of them but the last is
+        written behind the tree's. The chains consider the same tokens, with the same least probability.
+
+        None where calls make one pass each: nothing was computed.
         """
 
     def check_taps(self, taps: Taps) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,22 +21,26 @@ from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import NoRoom, Refused
-from truedraft.runtime._base import Runner
+from truedraft.runtime._base import GreedyChain, Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
-from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass, long_prompt
+from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
 from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
+from truedraft.runtime.processors import long_prompt
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
 from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
 from truedraft.targets.memory import check_room, free_memory
+from truedraft.targets.progress import reporting
 from truedraft.targets.quirks import check_sides, learned_positions, switches, window_of
 from truedraft.targets.reference import Reference
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
+
+Made = TypeVar("Made")
 
 
 class DecoderTarget(ViewPasses):
@@ -125,6 +129,14 @@ class DecoderTarget(ViewPasses):
             return self._linears_class(self.model, self.layer_types, self.window, self._copied)
         except NotCompilable:
             return self._stock()
+
+    def _run(self, make: Callable[[], Made]) -> Made:
+        """A pass by the runner, or where it could not be captured, by the model's own forward."""
+        try:
+            return make()
+        except NotCompilable as why:
+            self._fall_back(why)
+            return make()
 
     def _fall_back(self, why: NotCompilable) -> None:
         """Use the model's own forward from now on."""
@@ -281,7 +293,7 @@ class DecoderTarget(ViewPasses):
         """By the pass that is faster for a prompt of its length; the choice depends on nothing else."""
         self.rewind()
         parts: list[Scores] = []
-        with self._reporting(sum(map(len, prompts))):
+        with reporting([self.runner, self._reader], self.on_read, sum(map(len, prompts))):
             for (long, _), group in groupby(prompts, lambda p: (self._is_long(p), p.ids is None)):
                 batch = list(group)
                 parts.append(self.read(batch) if long else self.runner.prefill(batch, self.taps))
@@ -292,25 +304,6 @@ class DecoderTarget(ViewPasses):
     def read(self, prompts: Sequence[Prompt]) -> Scores:
         """Read the prompts of new rows by the model's own forward; see `prefill`."""
         return self._reader.prefill(prompts, self.taps)
-
-    @contextmanager
-    def _reporting(self, total: int) -> Iterator[None]:
-        """Within the block, calls over prompts of so many tokens are reported to `on_read`."""
-        report, done = self.on_read, 0
-
-        def read(positions: int) -> None:
-            nonlocal done
-            done += positions
-            report(done, total)  # type: ignore[misc]
-
-        readers = [self.runner, self._reader] if report is not None else []
-        try:
-            for reader in readers:
-                reader.on_read = read
-            yield
-        finally:
-            for reader in readers:
-                reader.on_read = None
 
     @property
     def granularity(self) -> int | None:
@@ -361,11 +354,15 @@ class DecoderTarget(ViewPasses):
         self.rewind()
         if self.view is not None:
             return self._score_lossy(self.view, trees)
-        try:
-            return self.runner.score(trees, self.taps)
-        except NotCompilable as why:  # the pass could not be captured
-            self._fall_back(why)
-            return self.runner.score(trees, self.taps)
+        return self._run(lambda: self.runner.score(trees, self.taps))
+
+    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+        return self._run(lambda: self.runner.extend(trees, written, last))
+
+    def extend_greedily(
+        self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
+    ) -> list[list[int]] | None:
+        return self.runner.extend_greedily(trees, written, chains)
 
     def check_taps(self, taps: Taps) -> None:
         self.runner.check_taps(taps)

@@ -15,7 +15,7 @@ import torch
 from truedraft.drafters._learned import Metrics, ParameterGroups, split_parameters
 from truedraft.errors import Refused, why
 from truedraft.files import read_lines, write_whole
-from truedraft.runtime.forward import processor
+from truedraft.runtime.processors import processor
 
 
 class Muon(torch.optim.Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from os import PathLike
 from typing import Any
@@ -18,6 +18,7 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.models._vocabularies import RowTexts
 from truedraft.errors import NoRoom, Refused
 from truedraft.loading import load
+from truedraft.runtime._base import GreedyChain
 from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
 from truedraft.targets.kinds import family_of
@@ -25,6 +26,7 @@ from truedraft.targets.unwrapping import unwrapped
 from truedraft.tree import DraftTree, Row
 
 NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
+NOTHING = DraftTree.chain(0)
 CHUNK = 64  # tokens of a row per pass, where at least as many are unread
 
 
@@ -137,7 +139,7 @@ class Reader:
         slots, room = self.target.reserved
         if slots < count or room < length + self._more:
             self.target.reserve(slots if slots >= count else max(count, 2 * slots), length + self._more)
-            self.slot_rows, self.written, self._confirmed = [], [], []  # what was read is read again
+            self._clear()  # what was read is read again
 
     def _longest(self, row: Row) -> int:
         """Tokens of a row that there is to be room for, if it goes on as it is so far."""
@@ -148,10 +150,16 @@ class Reader:
         """The row is finished; its slot is freed by the next `admit`, or when the last row ends."""
         self._running.discard(row)
         self.texts.end(row)
-        self._branches.clear()
+        if row in self.slot_rows:
+            self._branches.pop(self.slot_rows.index(row), None)
         if not self._running:
-            self.slot_rows, self.written, self._confirmed = [], [], []
+            self._clear()
             self.target.free()
+
+    def _clear(self) -> None:
+        """Nothing of any row has been read."""
+        self.slot_rows, self.written, self._confirmed = [], [], []
+        self._branches.clear()
 
     def fits(self, row: Row, after: int) -> bool:
         """Whether the row and `after` tokens more fit in the model's context and its cache, and the source in its
@@ -192,7 +200,7 @@ class Reader:
 
         after: by row, drafted tokens to read behind its own.
         """
-        self._branches.clear()
+        self._settle()
         with suppress(NoRoom):  # then rows that are longer than expected are not drafted for
             self._reserve(len(rows), max(map(self.texts.length, rows)))
         self.admit(rows)
@@ -207,21 +215,79 @@ class Reader:
         return len(self.written[self.slot_rows.index(row)])
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        slots = self._slots_of(growing)
+        last = [0] * len(self.slot_rows)
+        for slot, tree in zip(slots, growing, strict=True):
+            last[slot] = len(tree.frontier)
+        began = any(self._branches[slot].begins for slot in slots)
+        logits = self.texts.logits(self.target.extend(*self._inputs(last), last), self._vocabulary)
+        if began:
+            self._keep_rooted()
+        if slots == sorted(slots):
+            return logits
+        parts = logits.split(last)
+        return torch.cat([parts[slot] for slot in slots])
+
+    def decode_greedily(self, growing: Sequence[GrowingTree], least: float) -> bool:
+        """Grow chains of the likeliest tokens from the roots of trees, all levels at once, where there is a faster way
+        than a call per level; else false, and nothing was done.
+
+        least: a chain ends with a token of lower probability.
+        """
+        slots, texts = self._slots_of(growing), self.texts
+        chains: list[GreedyChain | None] = [None] * len(self.slot_rows)
+        columns = texts.columns(min(self.vocab_size, self._vocabulary))
+        for slot, tree in zip(slots, growing, strict=True):
+            most = min(tree.room, tree.deepest - tree.depth[tree.root])
+            chains[slot] = GreedyChain(most, texts.own_of(tree.row.ends), least, columns)
+        inputs = self._inputs([int(chain is not None) for chain in chains])
+        if (drafted := self.target.extend_greedily(*inputs, chains)) is None:
+            self._branches.clear()
+            return False
+        self._keep_rooted()
+        for slot, tree in zip(slots, growing, strict=True):
+            node, branch = tree.root, self._branches[slot]
+            for token in texts.target_of(drafted[slot]):
+                (node,) = tree.add(node, [token])
+                branch.add([node])
+            branch.pop()
+        return True
+
+    def _slots_of(self, growing: Sequence[GrowingTree]) -> list[int]:
+        """The slots of growing trees, which are followed from now on."""
         slots = [self.slot_rows.index(tree.row) for tree in growing]
         for slot, tree in zip(slots, growing, strict=True):
-            if slot not in self._branches or self._branches[slot].tree is not tree:
+            if slot not in self._branches:
                 self._branches[slot] = Branch(tree)
-        branches = {slot: self._branches[slot] for slot in slots}
-        scored = [branches[s].next_input() if s in branches else DraftTree.chain(0) for s in range(len(self.slot_rows))]
-        at = [(slot, node - branches[slot].read) for slot in slots for node in branches[slot].tree.frontier]
-        return self.score(scored)[[slot for slot, _ in at], [node for _, node in at]]
+        return slots
+
+    def _inputs(self, counts: Sequence[int]) -> tuple[list[DraftTree], list[int]]:
+        """By slot, what the next pass reads of its tree, see `Branch.next_input`."""
+        inputs = [
+            self._branches[slot].next_input(count) if slot in self._branches else (NOTHING, 0)
+            for slot, count in enumerate(counts)
+        ]
+        return [tree for tree, _ in inputs], [written for _, written in inputs]
+
+    def _keep_rooted(self) -> None:
+        """Keep what was read of rows before the roots of their trees."""
+        self.keep(
+            [branch.rooted() if (branch := self._branches.get(slot)) else [] for slot in range(len(self.slot_rows))]
+        )
 
     def grown(self, growing: Sequence[GrowingTree]) -> None:
-        kept: list[list[int]] = [[] for _ in self.slot_rows]
-        for tree in growing:
-            slot = self.slot_rows.index(tree.row)
-            kept[slot] = self._branches[slot].linear_prefix()
-        self.keep(kept)
+        """Does nothing: the cache keeps what was read of a draft until the next one."""
+
+    def _settle(self) -> None:
+        """Keep what was read of the last drafts as far as it was emitted."""
+        if self._branches:
+            paths = [list[int]() for _ in self.slot_rows]
+            for slot, branch in self._branches.items():
+                text = self.texts.text(self.slot_rows[slot])
+                paths[slot] = branch.path_along(text[len(self.written[slot]) : -1])
+                self.written[slot] += [branch.tree.ids[branch.nodes[place]] for place in paths[slot]]
+            self.target.commit(paths)
+            self._branches.clear()
 
     def follow(self, texts: Sequence[Sequence[int] | None]) -> None:
         """Crop each slot to its common prefix with its text, and read the text up to its last `CHUNK` tokens or fewer.
@@ -270,24 +336,64 @@ class Reader:
 class Branch:
     """A growing tree as the draft model reads it.
 
-    read: how many of the first nodes its cache holds. reached: nodes of the last pass's end.
+    nodes: of the tree, those that its cache holds behind the slot's tokens, in the order of passes. place: node -> its
+    index among these. parent: by place, that of the parent.
     """
 
     tree: GrowingTree
-    read: int = 0
-    reached: int = 0
+    nodes: list[int] = field(default_factory=list)
+    place: dict[int, int] = field(default_factory=dict)
+    parent: list[int] = field(default_factory=list)
 
-    def next_input(self) -> DraftTree:
-        """The tree that the next pass reads: all nodes that the cache does not hold."""
-        tree, self.reached = self.tree, len(self.tree.tokens)
-        parents = (-1, *(p - self.read for p in tree.parent[self.read + 1 :]))
-        return DraftTree(tuple(tree.ids[self.read :]), parents)
+    @property
+    def begins(self) -> bool:
+        """Whether nothing was read of it."""
+        return not self.nodes
 
-    def linear_prefix(self) -> list[int]:
-        """Move `read` past the nodes of the last pass that all later ones descend from; returns their tokens, which the
-        cache keeps."""
-        first = node = self.read
-        while node < self.reached and self.tree.parent.count(node) == 1:
-            node += 1
-        self.read = node
-        return self.tree.ids[first:node]
+    def next_input(self, count: int) -> tuple[DraftTree, int]:
+        """The nodes that the cache holds after the next pass, and how many of them it holds before.
+
+        count: nodes of the frontier, which the pass reads; at first with the tokens before the root.
+        """
+        tree, written = self.tree, len(self.nodes)
+        self.add(range(tree.root + 1) if self.begins else tree.frontier if count else ())
+        return DraftTree(tuple([tree.ids[node] for node in self.nodes]), tuple(self.parent)), written
+
+    def add(self, nodes: Sequence[int]) -> None:
+        """Add nodes of the tree behind those that the cache holds."""
+        for node in nodes:
+            self.place[node] = len(self.nodes)
+            self.parent.append(self.place[self.tree.parent[node]] if node else -1)
+            self.nodes.append(node)
+
+    def pop(self) -> None:
+        """Remove the last node, unless it is the root."""
+        if len(self.nodes) > 1:
+            del self.place[self.nodes.pop()]
+            self.parent.pop()
+
+    def rooted(self) -> list[int]:
+        """Begin at the root; returns the tokens before it, if there are any, which the cache keeps."""
+        count = self.place[self.tree.root]
+        if count:
+            self.nodes, self.parent, self.place = [self.tree.root], [-1], {self.tree.root: 0}
+        return self.tree.ids[:count]
+
+    def path_along(self, text: Sequence[int]) -> list[int]:
+        """The places from the root on whose tokens begin a text."""
+        path: list[int] = []
+        above = -1
+        for token in text:
+            found = next(
+                (
+                    place
+                    for place in range(above + 1, len(self.nodes))
+                    if self.parent[place] == above and self.tree.ids[self.nodes[place]] == token
+                ),
+                None,
+            )
+            if found is None:
+                break
+            path.append(found)
+            above = found
+        return path

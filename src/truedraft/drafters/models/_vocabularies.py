@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -255,6 +255,18 @@ class RowTexts:
         the target's, where all are."""
         return sized(logits, vocabulary)
 
+    def columns(self, most: int) -> Tensor | int:
+        """The draft model's tokens that are drafted, ascending; a number for the first so many, at most `most`."""
+        return most
+
+    def own_of(self, tokens: Iterable[int]) -> list[int]:
+        """The draft model's tokens for tokens of the target, where it has them."""
+        return list(tokens)
+
+    def target_of(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The target's tokens for those that the draft model drafted."""
+        return tokens
+
 
 class RenderedTexts(RowTexts):
     """The same as a draft model with another tokenizer reads them, which drafts its own tokens."""
@@ -292,12 +304,23 @@ class SharedTexts(RenderedTexts):
     def __init__(self, vocabularies: Vocabularies, size: int, own_size: int):
         super().__init__(vocabularies)
         self.shared = {t: own for t, own in vocabularies.shared.items() if t < size and own < own_size}
-        tokens = sorted(self.shared)
-        self.vocabulary = DraftVocabulary(size, torch.tensor(tokens))
-        self._others = torch.tensor([self.shared[token] for token in tokens])
+        self.vocabulary = DraftVocabulary(size, torch.tensor(sorted(self.shared)))
+        self._others = torch.tensor([self.shared[token] for token in sorted(self.shared)])
+        self._own = self.shared
+        self._target = {own: token for token, own in self._own.items()}
+        self._columns = torch.tensor(sorted(self._target))
 
     def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
         return logits[..., self._others.to(logits.device)]
+
+    def columns(self, most: int) -> Tensor | int:
+        return self._columns
+
+    def own_of(self, tokens: Iterable[int]) -> list[int]:
+        return [self._own[token] for token in tokens if token in self._own]
+
+    def target_of(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [self._target[token] for token in tokens]
 
 
 def sized(logits: Tensor, vocabulary: int) -> Tensor:

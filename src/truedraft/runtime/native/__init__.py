@@ -11,7 +11,7 @@ import enum
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, chain
@@ -173,6 +173,18 @@ class PassArguments(ctypes.Structure):
         return given
 
 
+class ChainArguments(ctypes.Structure):
+    """`Chains` of chains.inc, field by field."""
+
+    __slots__ = ()  # an unknown field is an error
+    _fields_ = [
+        *((name, c_int64) for name in ("chains", "logits", "columns", "room")),
+        *((name, c_void_p) for name in ("column", "most", "end_from", "ends")),
+        ("least", c_double),
+        *((name, c_void_p) for name in ("tokens", "drafted")),
+    ]
+
+
 class NoLibrary(Exception):
     """Compiled passes are not available; with the reason."""
 
@@ -212,10 +224,16 @@ def _loaded() -> ctypes.CDLL:
     except OSError as error:
         raise NoLibrary(f"compiled passes cannot be loaded: {error}") from error
     layout = 0
-    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(PassArguments)):
+    structures = (Op, PassArguments, ChainArguments)
+    for size in (Op.weight.offset, Op.eps.offset, *map(ctypes.sizeof, structures)):
         layout = layout * 4096 + size
     for name, result, arguments in (
         ("pass", c_int32, [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]),
+        (
+            "chains",
+            c_int32,
+            [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32, POINTER(ChainArguments)],
+        ),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
         ("panels", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),

@@ -1,0 +1,141 @@
+"""Trees that grow over passes: nodes behind those that earlier passes wrote, and chains that one call makes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import truedraft
+from models import ARCHITECTURES, NO_FP64, RECURRENT, V, ragged, tiny
+from truedraft import registry
+from truedraft.runtime._base import GreedyChain
+from truedraft.runtime.programs import PROGRAMS
+from truedraft.targets.hosting import hosted
+from truedraft.tree import DraftTree
+
+PARENTS = (-1, 0, 0, 1, 2, 2, 3, 4)  # of a tree that grows level by level
+LEVELS = (1, 3, 6, 8)  # its nodes after each pass
+PROMPTS = ([5, 9, 11, 4, 7], [8, 3])
+
+
+def plain(model: torch.nn.Module, text: list[int]) -> Tensor:
+    """Logits of the token after a text, by the model's own forward without a cache."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([text])).logits[0, -1]
+
+
+# by the model's own forward, and by compiled passes
+KINDS = [(kind, torch.float64) for kind in ARCHITECTURES if kind not in NO_FP64]
+KINDS += [(kind, torch.float32) for kind in PROGRAMS if kind not in RECURRENT]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=lambda value: str(value).removeprefix("torch."))
+def test_nodes_behind_earlier_ones_have_the_logits_of_their_paths(kind: str, dtype: torch.dtype) -> None:
+    """Two rows of different lengths, one of which has no new nodes in one of the passes; then a path is committed."""
+    model = tiny(kind, dtype)
+    target = hosted(model)
+    close = partial(torch.allclose, atol=1e-6 if dtype == torch.float64 else 2e-3, rtol=1e-4)
+    texts = [list(prompt) for prompt in PROMPTS]
+    target.reserve(2, 64)
+    target.prefill([target.prompt(torch.tensor(text)) for text in texts])
+    tokens = torch.randint(3, V, (2, len(PARENTS)), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = ([0, *LEVELS], [0, 1, 3, 3, 8])
+    for step in range(1, len(sizes[0])):
+        trees = [
+            DraftTree((text[-1], *row[1 : size[step]]), PARENTS[: size[step]])
+            for text, row, size in zip(texts, tokens, sizes, strict=True)
+        ]
+        new = [size[step] - size[step - 1] for size in sizes]
+        logits = target.extend(trees, [size[step - 1] for size in sizes], new)
+        expected = [
+            plain(model, text[:-1] + [tree.tokens[i] for i in tree.path(node)])
+            for text, tree, count in zip(texts, trees, new, strict=True)
+            for node in range(len(tree) - count, len(tree))
+        ]
+        assert close(logits, torch.stack(expected).to(logits.dtype))
+    target.commit([trees[0].path(6), [0]])
+    for text, tree, path in zip(texts, trees, (trees[0].path(6), [0]), strict=True):
+        text += [tree.tokens[i] for i in path[1:]] + [6]
+    logits = target.score([DraftTree.chain(6), DraftTree.chain(6)]).logits[:, 0]
+    expected = [plain(model, text) for text in texts]
+    assert close(logits, torch.stack(expected).to(logits.dtype))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_greedy_chains_are_the_likeliest_tokens(kind: str) -> None:
+    """By plain forwards: chains of different lengths, one that an end cuts, and of some tokens alone."""
+    model = tiny(kind, torch.float32)
+    target = hosted(model)
+    target.reserve(2, 64)
+    target.prefill([target.prompt(torch.tensor(text)) for text in PROMPTS])
+    trees = [DraftTree.chain(prompt[-1]) for prompt in PROMPTS]
+    some = torch.arange(1, V, 3)
+
+    def expected(text: list[int], most: int, columns: Tensor, ends: list[int], least: float) -> list[int]:
+        chain: list[int] = []
+        while len(chain) < most:
+            law = plain(model, text + chain)[columns].softmax(-1)
+            chain.append(int(columns[law.argmax()]))
+            if chain[-1] in ends or law.max() < least:
+                break
+        return chain
+
+    everything = torch.arange(target.vocabulary)
+    full = [expected(list(prompt), 7, everything, [], 0.0) for prompt in PROMPTS]
+    end = full[0][3]
+    for columns, ends, least in (
+        (everything, [], 0.0),
+        (some, [], 0.0),
+        (everything, [end], 0.0),
+        (everything, [], 0.4),
+    ):
+        given = len(columns) if columns is everything else columns
+        chains = [GreedyChain(7, ends, least, given), GreedyChain(4, [], least, given)]
+        made = target.extend_greedily(trees, [0, 0], chains)
+        assert made == [
+            expected(list(PROMPTS[0]), 7, columns, ends, least), expected(list(PROMPTS[1]), 4, columns, [], least)
+        ]  # fmt: skip
+    assert target.extend_greedily(trees, [0, 0], [None, GreedyChain(3, [], 0.0, target.vocabulary)]) == [
+        [],
+        full[1][:3],
+    ]
+
+
+def test_chains_outside_the_cache_are_refused() -> None:
+    model = tiny(dtype=torch.float32)
+    target = hosted(model)
+    target.reserve(1, 16)
+    target.prefill([target.prompt(torch.tensor(PROMPTS[0]))])
+    with pytest.raises(IndexError, match="outside the cache"):
+        target.extend_greedily([DraftTree.chain(7)], [0], [GreedyChain(40, [], 0.0, target.vocabulary)])
+    with pytest.raises(IndexError, match="do not exist"):
+        target.extend_greedily([DraftTree.chain(7)], [0], [GreedyChain(3, [], 0.0, torch.tensor([4, 3]))])
+
+
+@pytest.mark.parametrize("draft", ["draft-model", "opt-tree", "stochastic-beam"])
+def test_accepted_nodes_are_not_read_again(draft: str) -> None:
+    """The draft model is the target: beside the prompt, it reads each token of the text once, up to those that no draft
+    contains."""
+    model = tiny(dtype=torch.float32)
+    fast = truedraft.accelerate(model, draft=registry.load("drafters", draft, model=model), control="fixed")
+    reader, read = fast.drafter.reader, [0]
+    target = reader.target
+    extend, chains = target.extend, target.extend_greedily
+
+    def counted(trees, written, last):  # type: ignore[no-untyped-def]
+        read[0] += sum(map(len, trees)) - sum(written)
+        return extend(trees, written, last)
+
+    def counted_chains(trees, written, given):  # type: ignore[no-untyped-def]
+        made = chains(trees, written, given)
+        read[0] += sum(map(len, trees)) - sum(written) + sum(len(chain) - 1 for chain in made)
+        return made
+
+    target.extend, target.extend_greedily = counted, counted_chains
+    fast.generate(**ragged(model, 1), max_new_tokens=40, do_sample=False)
+    passes = fast.report().passes
+    drafted = sum(emission.offered for made in passes for emission in made.emitted)
+    assert read[0] <= drafted + 2 * len(passes)
