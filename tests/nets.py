@@ -224,7 +224,7 @@ def drafter(
 
 def across(drafter: Any, vocabulary: int) -> Drafter:
     """A drafter with a draft model, which gets another tokenizer than the target, that has so many tokens."""
-    drafter.own_tokenizer = spelling(vocabulary, turn=7, pairs=1)
+    getattr(drafter, "distributions", drafter).own_tokenizer = spelling(vocabulary, turn=7, pairs=1)
     drafter.translate(spelling(vocabulary))
     return drafter  # type: ignore[no-any-return]
 

@@ -119,6 +119,7 @@ def test_padding_at_the_end_of_a_vocabulary_may_differ(monkeypatch: pytest.Monke
 
 
 def readers_of(draft: Drafter) -> list[Reader]:
+    draft = getattr(draft, "distributions", draft)
     return [part for value in vars(draft).values() for part in (value if isinstance(value, list) else [value])
             if isinstance(part, Reader)]  # fmt: skip
 

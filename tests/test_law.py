@@ -44,6 +44,8 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},
     "spectr": {"paths": 2, "length": 1},
+    "dyspec": {"nodes": 3, "length": 2, "threshold": 0.05},
+    "sequoia": {"nodes": 3, "length": 2},
     "greedy-multi-draft": {"branches": "2x1"},
     "eagle": {"branches": "2x1"},
     "dflash-drawn": {"depth": 2},
@@ -59,7 +61,8 @@ PAIRS = [
     for name in (*SMALL, *TRIALS, "plain") for rule in SAMPLING
 ]  # fmt: skip
 ACROSS_TWO = [
-    f"{name}{ACROSS}" for name in ("draft-model", "gumbel-top-k", "stochastic-beam", "spectr", "greedy-multi-draft")
+    f"{name}{ACROSS}"
+    for name in ("draft-model", "gumbel-top-k", "stochastic-beam", "spectr", "greedy-multi-draft", "dyspec")
 ]
 SMALL |= {name: SMALL[name.removesuffix(ACROSS)] for name in ACROSS_TWO}
 PAIRS += [pytest.param(name, rule) for name in ACROSS_TWO for rule in turn(name.removesuffix(ACROSS), SAMPLING, 3)]
@@ -109,6 +112,7 @@ def fresh(fast: truedraft.Accelerated, make: Callable[[], Drafter | None]) -> tr
     """With a new drafter: every outcome has to start from the same state."""
     if fast.drafter.vocab_size is None and (draft := make()) is not None:
         fast.drafter = draft
+    fast.drafter.forget()
     return fast
 
 

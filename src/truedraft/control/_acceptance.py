@@ -35,6 +35,13 @@ class AcceptanceRates:
             before, tried = self._seen.get(key, (0.0, 0.0))
             self._seen[key] = before * self.memory + accepted, tried * self.memory + 1
 
+    def fade(self, depth: int) -> None:
+        """Nothing was observed below a depth, though all above was accepted: what was observed there earlier loses
+        weight, so that short drafts, which show nothing of longer ones, do not keep the rates of these low."""
+        for key, (accepted, tried) in self._seen.items():
+            if key[0] > depth or (key[0] == 0 and depth == 1):
+                self._seen[key] = accepted * self.memory, tried * self.memory
+
     def rate(self, depth: int, order: int) -> float:
         """The rate of such children; below the first level the rate over all depths is the prior at each depth."""
         rate = (self.later if depth > 1 else self.first) * 0.5**order
@@ -81,7 +88,9 @@ class OpenDraft:
             if right is None:
                 return True
             self.node = right
-        return not shape.children[self.node]
+        if ended := not shape.children[self.node]:
+            rates.fade(shape.depth[self.node])
+        return ended
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 RECENT = 9  # drafts in the median
+ALIKE = 0.2  # weight, in drafts, of the assumption that a draft takes as long besides its levels as for one of them
 HICCUP = 4.0  # times the usual time of a draft or a pass: what exceeds it is not counted against drafts
 
 
@@ -17,6 +18,8 @@ class DraftCosts:
     memory: weight that the time of a level keeps at each later draft.
     levels: depth of the current drafts, where each level costs a pass of a model; else 0.
     seconds: of drafting and observing per pass; the median, since single passes may wait for other work.
+    of_level, of_draft: seconds of drafting per level, and of what a draft takes besides, whatever its levels; 0 where
+        levels have no cost of their own.
     """
 
     memory: float
@@ -24,13 +27,13 @@ class DraftCosts:
     seconds: float = 0.0
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _unusual: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _of_levels: tuple[float, float] = (0.0, 0.0)  # decayed seconds of drafting, and levels drafted
+    _sums: tuple[float, ...] = (0.0,) * 5  # decayed: drafts, levels, their squares, seconds, levels times seconds
+    of_level: float = 0.0
+    of_draft: float = 0.0
 
-    @property
-    def of_level(self) -> float:
-        """Seconds per level of a draft; 0 where levels have no cost of their own."""
-        seconds, levels = self._of_levels
-        return seconds / levels if levels else 0.0
+    def of_levels(self, levels: int) -> float:
+        """Seconds of a draft of so many levels; 0 where levels have no cost of their own."""
+        return self.of_draft + levels * self.of_level if levels else 0.0
 
     def add(self, drafting: float, spent: float, usual: bool) -> float:
         """Add a draft; returns the seconds of it that count against drafts.
@@ -43,6 +46,22 @@ class DraftCosts:
         if usual:
             self.seconds = median(alike)
         if self.levels:
-            seconds, levels = self._of_levels
-            self._of_levels = seconds * self.memory + max(drafting, 0.0), levels * self.memory + self.levels
+            self._fit(max(drafting, 0.0))
         return min(spent, HICCUP * median(alike))
+
+    def _fit(self, drafting: float) -> None:
+        """Fit a line to the seconds of drafts by their levels. As long as these are alike, a draft is taken to have as
+        much besides its levels as one of them takes: with what is unread of a row, the first reads the most."""
+        n = float(self.levels)
+        count, levels, squares, seconds, products = self._sums = tuple(
+            before * self.memory + now
+            for before, now in zip(self._sums, (1.0, n, n * n, drafting, n * drafting), strict=True)
+        )
+        a, b, c = count + ALIKE, levels - ALIKE, squares + ALIKE
+        determinant = a * c - b * b
+        besides, each = (c * seconds - b * products) / determinant, (a * products - b * seconds) / determinant
+        if each < 0:
+            besides, each = seconds / count, 0.0
+        elif besides < 0:
+            besides, each = 0.0, products / squares
+        self.of_draft, self.of_level = besides, each

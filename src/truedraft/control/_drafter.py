@@ -19,6 +19,8 @@ from truedraft.drafters._base import Drafter
 from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
+REPLANNED = 8  # passes for which a plan holds as long as nothing is drafted: only costs of passes drift
+IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 
@@ -45,6 +47,8 @@ class DrafterState:
         self.reach = drafter.width  # nodes to draft where drafts are cut afterwards
         self._form = DraftTree.chain(0, range(drafter.width))  # shape of a full draft, as far as one was observed
         self._formed = False
+        self._planned, self._planned_for, self._age = (0, False), (0, 0), 0  # the last plan, its rows, passes since
+        self._short = 0  # drafts since the last one in full
 
     @property
     def drafter(self) -> Drafter | None:
@@ -75,6 +79,7 @@ class DrafterState:
     def admitted(self) -> None:
         """Rows were admitted: the next draft reads their prompts, and takes longer than those after it."""
         self._admitted = True
+        self._planned_for = 0, 0
 
     def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
         """Account for the latest pass.
@@ -95,11 +100,19 @@ class DrafterState:
 
         total: rows in the pass. unchecked: whether what a pass without drafts costs has to be known first.
         """
-        size, pays = self._plan(rows, passes, total)
+        if self.requested or self._planned_for != (total, len(rows)) or self._age == REPLANNED:
+            self._planned, self._planned_for, self._age = self._plan(rows, passes, total), (total, len(rows)), 0
+        self._age += 1
+        size, pays = self._planned
+        if self._short == IN_FULL:
+            size = self.width
         self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes(total))
         self.requested = passes.measured and permitted and not unchecked
-        return size if self.requested else 0
+        if not self.requested:
+            return 0
+        self._short = self._short + 1 if size < self.width else 0
+        return size
 
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
@@ -110,11 +123,11 @@ class DrafterState:
         """
         if not self.drawn and (self.adaptive or not self.dear(passes)):
             return min(self.width, self.reach), self.trials.saving > 0
-        level, longest = self.costs.of_level, len(self._form) - 1
+        longest = len(self._form) - 1
         gains = self.expected(rows, [self._form] * len(rows), longest)
         depth = list(accumulate(self._form.shape.depth, max))
         goodput = {
-            k: (total + gains[k]) / (passes(total + len(rows) * k) + depth[k] * level)
+            k: (total + gains[k]) / (passes(total + len(rows) * k) + self.costs.of_levels(depth[k]))
             for k in sizes(longest)[1:] or (0,)
         }
         best = max(goodput, key=goodput.__getitem__)
@@ -123,7 +136,7 @@ class DrafterState:
     @property
     def drafting_seconds(self) -> float:
         """Seconds of drafting for a pass: those usual, or by the levels of the latest draft where these vary."""
-        return self.costs.levels * self.costs.of_level if self.adaptive else self.costs.seconds
+        return self.costs.of_levels(self.costs.levels) if self.adaptive else self.costs.seconds
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""

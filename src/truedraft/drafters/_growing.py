@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class GrowingTree:
     chance: node -> the probability that it is right if its parent is, as its drafter estimates it.
     arrival: node -> its arrival time, for stochastic beam search.
     place: node -> its place in its level, in trees of a given shape.
+    shape: the shape of this tree, where its drafter chooses one for each.
+    expanded: nodes whose children were added, where the frontier may be at several depths.
     budget: most nodes of the finished draft.
     after: tokens that another drafter has drafted; the root is the last of them, at this depth.
     passes: of its reader, so far.
@@ -57,6 +59,8 @@ class GrowingTree:
     chance: dict[int, float] = field(default_factory=dict)
     arrival: dict[int, float] = field(default_factory=dict)
     place: dict[int, int] = field(default_factory=dict)
+    shape: Sequence[Sequence[int]] = ()
+    expanded: set[int] = field(default_factory=set)
     budget: int = 0
     after: Sequence[int] = ()
     passes: int = 0
@@ -142,9 +146,12 @@ class GrowingDrafter(Drafter):
     """A drafter whose drafts grow level by level; each level is one pass of its reader over all rows.
 
     shared: see `GrowingTree`.
+    any_shape: whether its reader expands any nodes that have been added, not those of the last level alone, so that
+        other drafters can grow trees of their own shapes from its distributions (`_shaped.py`).
     """
 
     shared: Mapping[int, int] | None = None
+    any_shape: ClassVar[bool] = False
     prior_confidence = 0.7
     autoregressive = reads_texts = True
 
@@ -163,7 +170,7 @@ class GrowingDrafter(Drafter):
         """Add the next level: children of the k `nodes`, by the reader's (k, V) distributions there."""
 
     def start(self, rows: Sequence[Row]) -> None:
-        self.reader.start(rows, self.room(self.width))
+        self.reader.start(rows, self.expansions)
 
     def end(self, row: Row) -> None:
         self.reader.end(row)
@@ -193,6 +200,11 @@ class GrowingDrafter(Drafter):
     def room(self, budget: int) -> int:
         """Nodes that may be grown for a draft of at most `budget` nodes."""
         return budget
+
+    @property
+    def expansions(self) -> int:
+        """Most nodes of a draft that the reader reads."""
+        return self.room(self.width)
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         """The draft to verify, from all that was grown."""
@@ -263,7 +275,35 @@ class GrowingDrafter(Drafter):
         return likeliest(keys_of(self, row, law[None], [growing.depth[node]])[0], count)
 
 
-class Branching(GrowingDrafter):
+class OfShape(GrowingDrafter):
+    """Trees whose shape is given before they grow."""
+
+    @abstractmethod
+    def shape_of(self, growing: GrowingTree) -> Sequence[Sequence[int]]:
+        """By level from the root on, the number of children of each of its nodes."""
+
+    def children_of(self, growing: GrowingTree, node: int) -> int:
+        """How many children a node has in the shape."""
+        depth, shape = growing.depth[node], self.shape_of(growing)
+        return shape[depth][growing.place.get(node, 0)] if depth < len(shape) else 0
+
+    def branch(self, growing: GrowingTree, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
+        """Add the first children of a node, see `GrowingTree.add`; returns those that have children in the shape."""
+        first = sum(self.shape_of(growing)[growing.depth[node]][: growing.place.get(node, 0)])
+        added = growing.add(node, tokens, law)
+        growing.place |= {child: first + i for i, child in enumerate(added)}
+        return [child for child in added if self.children_of(growing, child)]
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        """Add the children that the shape has: drawn without replacement, or the likeliest."""
+        added = []
+        for node, law in zip(nodes, laws, strict=True):
+            count = min(self.children_of(growing, node), growing.room)
+            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
+        growing.end_level(added)
+
+
+class Branching(OfShape):
     """Trees of a given shape: a number of children per level, or per node of a level.
 
     Further fields of every subclass: branches, see `branched`.
@@ -283,17 +323,8 @@ class Branching(GrowingDrafter):
     def levels(self) -> int:
         return len(self._shape)
 
-    def children_of(self, growing: GrowingTree, node: int) -> int:
-        """How many children a node has in the shape."""
-        depth = growing.depth[node]
-        return self._shape[depth][growing.place.get(node, 0)] if depth < len(self._shape) else 0
-
-    def branch(self, growing: GrowingTree, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
-        """Add the first children of a node, see `GrowingTree.add`; returns those that have children in the shape."""
-        first = sum(self._shape[growing.depth[node]][: growing.place.get(node, 0)])
-        added = growing.add(node, tokens, law)
-        growing.place |= {child: first + i for i, child in enumerate(added)}
-        return [child for child in added if self.children_of(growing, child)]
+    def shape_of(self, growing: GrowingTree) -> Sequence[Sequence[int]]:
+        return self._shape
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:

@@ -135,6 +135,7 @@ class TrainedDrafter(LearnedDrafter):
 class HeadDrafter(LearnedDrafter, GrowingDrafter):
     """A drafter with an autoregressive head. Fields of every subclass: those of `LearnedDrafter`."""
 
+    any_shape = True
     kind: ClassVar[Any] = Head
     reads: ClassVar[Any] = HeadReader
 

@@ -47,7 +47,7 @@ class Branches:
     """The nodes of a growing tree that the head has read in this draft.
 
     slot: of its row. length: places of the row's own tokens. position: of the root. seen: node -> the places of it and
-    its ancestors behind the row's own. states: node of the last level -> its row in the states of the last pass.
+    its ancestors behind the row's own. states: node -> its state.
     """
 
     tree: GrowingTree
@@ -55,7 +55,7 @@ class Branches:
     length: int
     position: int
     seen: dict[int, tuple[int, ...]]
-    states: dict[int, int] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.written = self.length  # places in use
@@ -161,17 +161,13 @@ class HeadReader(RowReader):
     def __init__(self, head: Head, int8: Int8Copies | None = None):
         super().__init__(head, head.runner or head_pass(head, int8))
         self._branches: dict[int, Branches] = {}
-        self._states: Tensor | None = None  # of the last pass
 
     def end(self, row: Row) -> None:
         self._branches.pop(id(row), None)
         super().end(row)
-        if not self.slot_rows:
-            self._states = None
 
     def catch_up(self, rows: Sequence[Row]) -> None:
         self._branches.clear()
-        self._states = None
         for row in rows:
             while (backlog := len(self._unread[id(row)])) > FEW:
                 self._read([row], [min(CHUNK, backlog - 1)])
@@ -218,8 +214,7 @@ class HeadReader(RowReader):
                 self._begin(tree, nodes, embeds, features)
                 gather.append(len(nodes) - 1)
         states, logits = self.passes.run(nodes, joined(embeds), joined(features), gather)
-        self._states = states if len(gather) == len(states) else states[gather]
-        places = self._placed(order)
+        places = self._placed(order, states if len(gather) == len(states) else states[gather])
         if [id(tree) for tree in order] != [id(tree) for tree in growing]:
             logits = logits[[place for tree in growing for place in places[id(tree)]]]
         return logits
@@ -238,19 +233,21 @@ class HeadReader(RowReader):
 
     def _add_frontier(self, branches: Branches, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
         """The frontier of a tree, each node with the state of its parent as its feature."""
-        assert self._states is not None
-        tree, device = branches.tree, self._states.device
+        tree = branches.tree
+        above = torch.stack([branches.states[tree.parent[node]] for node in tree.frontier])
         branches.add_frontier(nodes)
-        embeds.append(self.head.embed(torch.tensor([tree.tokens[node] for node in tree.frontier], device=device)))
-        features.append(self._states[[branches.states[tree.parent[node]] for node in tree.frontier]])
+        tokens = torch.tensor([tree.tokens[node] for node in tree.frontier], device=above.device)
+        embeds.append(self.head.embed(tokens))
+        features.append(above)
 
-    def _placed(self, order: Sequence[GrowingTree]) -> dict[int, list[int]]:
-        """Where the frontier nodes of each tree are in the states of the last pass, which is recorded."""
+    def _placed(self, order: Sequence[GrowingTree], states: Tensor) -> dict[int, list[int]]:
+        """Where the frontier nodes of each tree are in the states of the pass, which are kept."""
         places: dict[int, list[int]] = {}
         first = 0
         for tree in order:
             places[id(tree)] = list(range(first, first + len(tree.frontier)))
-            self._branches[id(tree.row)].states = dict(zip(tree.frontier, places[id(tree)], strict=True))
+            kept = states[first : first + len(tree.frontier)].unbind()
+            self._branches[id(tree.row)].states |= dict(zip(tree.frontier, kept, strict=True))
             first += len(tree.frontier)
         return places
 

@@ -149,6 +149,7 @@ class StatefulTree(TrainedDrafter, HeadTree):
     Fields of every subclass: those of `HeadTree`.
     """
 
+    any_shape = False
     kind = StatefulHead
     reads = StatefulReader
 

@@ -9,15 +9,13 @@ drafted tokens cost no more than over few; else the trees of EAGLE-2 are better.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters._growing import BRANCHES, Branching, branched
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
 from truedraft.drafters.heads._quantize import FORM, copies_of
@@ -48,10 +46,3 @@ class Eagle(TrainedDrafter, Branching, HeadDrafter):
     @property
     def draws(self) -> Draws:
         return "distinct"
-
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        added = []
-        for node, law in zip(nodes, laws, strict=True):
-            count = min(self.children_of(growing, node), growing.room)
-            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
-        growing.end_level(added)

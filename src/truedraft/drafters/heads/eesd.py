@@ -140,6 +140,7 @@ class Eesd(TrainedDrafter, ViewTree, HeadTree):
         presets={"eesd-published": {"stop": "thompson"}},
         published="LLaMA 2 and CodeLLaMA of 13B and 70B: faster than Medusa and Draft & Verify; no single figure.",
     )
+    any_shape = False
     learner = Training
     reads = ExitReader
     model: Any = None  # a checkpoint's folder, or a Head

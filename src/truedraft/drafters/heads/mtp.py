@@ -35,6 +35,7 @@ class Mtp(HeadTree):
         presets={"mtp-published": {"nodes": 1, "depth": 1}, "mtp-drawn": {"drawn": True}},
         published="DeepSeek-V3: 85% to 90% of second tokens are right, 1.8x tokens per second (GPUs).",
     )
+    any_shape = False
     model: Any = None  # a folder or a name on the hub, by default the target's own; or a Head
     quantize: str = knob("auto", form=FORM, reader=copies_of)  # of the weights that its passes read
     nodes: int = knob(3, 1, 1024)  # of the draft; published 1

@@ -33,6 +33,7 @@ class ModelDrafter(GrowingDrafter):
     the hub).
     """
 
+    any_shape = True
     model: Any
     _vocabularies: Vocabularies | None = None  # where there are two
 

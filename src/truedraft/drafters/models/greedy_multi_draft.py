@@ -16,12 +16,12 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.chance import likeliest
 from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
-from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class GreedyMultiDraft(Branching, ModelDrafter):
+class GreedyMultiDraft(Branching, ShapedDrafter):
     card = Card(
         paper="arXiv 2502.18779 (2025)",
         idea="A smaller model drafts its likeliest next tokens, and one more sampled from the rest.",
@@ -31,6 +31,7 @@ class GreedyMultiDraft(Branching, ModelDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("3x2x1", form=BRANCHES, reader=branched)  # level by level; the paper compares 2 to 8 at one
+    source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
     @property
     def draws(self) -> Draws:

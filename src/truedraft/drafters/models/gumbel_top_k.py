@@ -7,20 +7,17 @@ siblings are the likeliest tokens, under `seeded` those that the target's own no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
-from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters._growing import BRANCHES, Branching, branched
+from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class GumbelTopK(Branching, ModelDrafter):
+class GumbelTopK(Branching, ShapedDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
         idea="A smaller model drafts several different next tokens at each level, sampled without replacement.",
@@ -30,14 +27,8 @@ class GumbelTopK(Branching, ModelDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("2x2x2", form=BRANCHES, reader=branched)  # level by level; published e.g. 2x2x2
+    source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
     @property
     def draws(self) -> Draws:
         return "distinct"
-
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        added = []
-        for node, law in zip(nodes, laws, strict=True):
-            count = self.children_of(growing, node)
-            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
-        growing.end_level(added)

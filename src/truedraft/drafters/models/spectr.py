@@ -15,12 +15,12 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class SpecTr(ModelDrafter):
+class SpecTr(ShapedDrafter):
     card = Card(
         paper="arXiv 2310.15141 (2023)",
         idea="A smaller model samples several continuations, independently of each other.",
@@ -31,6 +31,7 @@ class SpecTr(ModelDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     paths: int = knob(8, 1, 64)  # continuations; published 8
     length: int = knob(8, 1, 64)  # tokens of each; published 8
+    source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
     @property
     def width(self) -> int:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class StochasticBeam(ModelDrafter):
+class StochasticBeam(ShapedDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
         idea="A smaller model samples a few sequences without replacement, by stochastic beam search.",
@@ -34,6 +34,7 @@ class StochasticBeam(ModelDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     beam: int = knob(4, 1, 64)  # sequences kept at each level; published 2 to 6
     length: int = knob(5, 1, 64)  # levels; published 2 to 5
+    source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
     @property
     def width(self) -> int:

@@ -1,0 +1,74 @@
+"""SpecExec: a large tree of a draft model's likeliest continuations, found best-first.
+
+Svirschevski et al., "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on Consumer
+Devices", NeurIPS 2024 (arXiv 2406.02532). Each pass of the draft model expands the best nodes that it has not expanded
+yet, whatever their depth, by the probability of their paths with a decay per level; the best `nodes` of all are kept,
+and the search ends when no new node is among them. The target draws one token at every node; the text follows its
+tokens through the tree as long as they are there. It wins where a pass of the target over hundreds of nodes costs
+little more than over one, as with weights that are read from disk or from another device's memory. Where wide passes
+cost more, `opt-tree`, which stops when a level adds little, is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.card import Card, knob
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.tree import DraftTree
+
+
+@dataclass
+class SpecExec(ShapedDrafter):
+    card = Card(
+        paper="arXiv 2406.02532 (2024)",
+        idea="A large tree of a smaller model's likeliest continuations, the best nodes first at any depth.",
+        family="draft model",
+        needs=("draft model",),
+        presets={"specexec-published": {"nodes": 1024, "beam": 128, "branches": 16, "length": 32}},
+        published="Up to 20 tokens a pass; 4 to 6 tokens/s for models of 50B and more, offloaded to RAM in 4 bits.",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    nodes: int = knob(48, 1, 2048)  # of the draft; published 128 to 1024
+    beam: int = knob(8, 1, 512)  # nodes expanded in each pass; published 32 to 128
+    branches: int = knob(8, 1, 256)  # children of each; published 16
+    length: int = knob(12, 1, 256)  # depth at most; published 32
+    decay: float = knob(0.95, 0.01, 1)  # of a path's probability per level, where nodes are compared; published 0.95
+    source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
+
+    @property
+    def width(self) -> int:
+        return self.nodes
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    def room(self, budget: int) -> int:
+        return self.expansions * self.branches if budget > 0 else 0
+
+    @property
+    def expansions(self) -> int:
+        return 2 * self.length * self.beam
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        growing.expanded.update(nodes)
+        values, tokens = laws.topk(min(self.branches, laws.shape[1]))
+        for node, some, chances in zip(nodes, tokens.tolist(), values.tolist(), strict=True):
+            above = growing.score.get(node, 1.0) * self.decay
+            likely = [token for token, chance in zip(some, chances, strict=True) if chance > 0]
+            for child, chance in zip(growing.add(node, likely), chances, strict=False):
+                growing.score[child] = above * chance
+        best = nlargest(min(self.nodes, growing.budget), growing.score, key=lambda node: (growing.score[node], -node))
+        growing.score = {node: growing.score[node] for node in best}  # others are never among the best again
+        waiting = [node for node in best if node not in growing.expanded]
+        growing.end_level(waiting[: self.beam] if growing.passes + 1 < 2 * self.length else [])
+
+    def finished(self, growing: GrowingTree) -> DraftTree:
+        return growing.tree("certain", list(growing.score))

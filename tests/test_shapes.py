@@ -1,0 +1,193 @@
+"""Trees of every shape from the distributions of a draft model or of a learned head: their nodes, and the text."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import truedraft
+from models import ragged, sibling, tiny
+from nets import RULES, drafter
+from test_cascade import matches_generate
+from truedraft import registry
+from truedraft.drafters._base import PassCost
+from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters.models.sequoia import PRIOR, Ranks, expected, shape_for
+from truedraft.errors import Refused
+from truedraft.tree import DraftTree
+
+SHAPED = [n for n in registry.names("drafters") if issubclass(registry.method("drafters", n), ShapedDrafter)]
+HEADS = ("eagle", "eagle2", "eagle3")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("name", "head"), [(name, HEADS[i % 3]) for i, name in enumerate(SHAPED)])
+def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: str) -> None:
+    model = tiny(dtype=torch.float32)
+    draft = registry.load("drafters", name, source=drafter(head, model))
+    report = matches_generate(model, draft, **RULES[rule])
+    assert any(one.offered for made in report.passes for one in made.emitted)
+
+
+def trees_of(draft: Any, model: Any, steps: int = 12, **given: Any) -> list[DraftTree]:
+    """The drafts of a call for one row."""
+    found: list[DraftTree] = []
+    propose = draft.propose
+
+    def proposed(rows: Any, budget: Any) -> Any:
+        found.extend(made := propose(rows, budget))
+        return made
+
+    draft.propose = proposed
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    fast.generate(**ragged(model, 1), max_new_tokens=steps, do_sample=False, eos_token_id=None, **given)
+    return found
+
+
+def laws_along(model: Any, text: list[int], tree: DraftTree) -> dict[int, list[float]]:
+    """By node of a tree, the distribution of a plain forward over its path."""
+    laws = {}
+    for node in range(len(tree)):
+        path = [tree.tokens[i] for i in tree.path(node)][1:]
+        with torch.no_grad():
+            laws[node] = model(torch.tensor([text + path])).logits[0, -1].softmax(-1).tolist()
+    return laws
+
+
+def test_specexec_drafts_the_best_nodes_of_all() -> None:
+    """By an independent best-first search over plain forwards, with as many expansions as it likes."""
+    model, small = tiny(), sibling(tiny())
+    draft = registry.load("drafters", "specexec", model=small, nodes=9, beam=9, branches=6, length=6, decay=0.9)
+    tree = trees_of(draft, model, 8)[0]
+    text = ragged(model, 1)["input_ids"][0].tolist()
+    with torch.no_grad():
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    assert tree.tokens[0] == text[-1]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    best: list[tuple[int, ...]] = []
+    while len(best) < 10:
+        score, path = heapq.heappop(heap)
+        best.append(path)
+        if len(path) < 6:
+            with torch.no_grad():
+                law = small(torch.tensor([text + list(path)])).logits[0, -1].softmax(-1)
+            for chance, token in zip(*(part.tolist() for part in law.topk(6)), strict=True):
+                heapq.heappush(heap, (score * 0.9 * chance, (*path, token)))
+    found = {tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(len(tree))}
+    assert found == set(best)
+    assert len({tree.shape.depth[node] for node in range(len(tree))}) > 2
+
+
+def test_cape_drafts_more_where_the_draft_model_is_less_sure() -> None:
+    """Counts of children by the probability of the likeliest, section 3.3 of the paper, by plain forwards."""
+    model, small = tiny(), sibling(tiny())
+    draft = registry.load("drafters", "cape", model=small)
+    text = ragged(model, 1)["input_ids"][0].tolist()
+    with torch.no_grad():
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    counts = set()
+    tree = trees_of(draft, model, 30)[0]
+    laws = laws_along(small, text, tree)
+    node = 0
+    for _ in range(5):
+        children, sure = tree.shape.children[node], max(laws[node])
+        assert len(children) == (8 if sure < 0.3 else 6 if sure < 0.6 else 4 if sure < 0.8 else 2)
+        order = sorted(range(len(laws[node])), key=lambda token: -laws[node][token])
+        assert [tree.tokens[child] for child in children] == order[: len(children)]
+        counts.add(len(children))
+        node = children[0]
+    assert not tree.shape.children[node]
+
+
+def test_dyspec_fills_places_by_their_values() -> None:
+    """Greedily: no place above the threshold is left out while one of a lower value is filled, in a level."""
+    model, small = tiny(), sibling(tiny())
+    draft = registry.load("drafters", "dyspec", model=small, nodes=64, length=3, threshold=0.05)
+    text = ragged(model, 1)["input_ids"][0].tolist()
+    with torch.no_grad():
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    tree = trees_of(draft, model, 12)[0]
+    laws = laws_along(small, text, tree)
+    value = {0: 1.0}
+    for node in range(len(tree)):
+        if tree.shape.depth[node] == 3 or value[node] < 0.05:
+            assert not tree.shape.children[node]
+            continue
+        left, place = 1.0, value[node]
+        for child in tree.shape.children[node]:
+            assert place >= 0.05 - 1e-9
+            share = laws[node][tree.tokens[child]] / left
+            value[child] = place * share
+            place, left = place * (1 - share), left - laws[node][tree.tokens[child]]
+        assert place < 0.05 + 1e-9, "a place is left out"
+    assert len(tree) > 4
+
+
+@cache
+def best_of(rates: tuple[float, ...], nodes: int, levels: int) -> float:
+    """The most expected accepted nodes below a node, by trying all allocations of nodes to its children."""
+    if levels == 0 or nodes == 0:
+        return 0.0
+    most = 0.0
+    for count in range(1, min(nodes, len(rates)) + 1):
+        for parts in itertools.product(range(nodes), repeat=count):
+            if sum(parts) + count <= nodes:
+                gain = sum(p * (1 + best_of(rates, own, levels - 1)) for p, own in zip(rates, parts, strict=False))
+                most = max(most, gain)
+    return most
+
+
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.9, 0.05, 0.0), (0.3, 0.3, 0.3)])
+def test_shapes_of_sequoia_are_the_best_of_their_size(rates: tuple[float, ...]) -> None:
+    """Against an exhaustive search; and what a shape is worth is what the table says."""
+    for levels, nodes in itertools.product((1, 2, 3), range(1, 7)):
+        gain = expected(rates, 6, 3)[levels][nodes]
+        assert gain == pytest.approx(best_of(rates, nodes, levels))
+        shape = shape_for(rates, nodes, levels)
+        assert len(shape) <= levels and sum(map(sum, shape)) <= nodes
+        reached, worth = [1.0], 0.0
+        for level in shape:
+            below = [above * rates[rank] for above, n in zip(reached, level, strict=True) for rank in range(n)]
+            reached, worth = below, worth + sum(below)
+        assert worth == pytest.approx(gain)
+
+
+def test_rates_of_sequoia_follow_what_is_accepted() -> None:
+    """Of 3,000 nodes of two children each, the first is accepted in a half, the second in a third."""
+    ranks = Ranks()
+    for i in range(3000):
+        ranks.observe(2, (0, 1, None, 0, 1, 0)[i % 6])
+    rates = ranks.rates()
+    assert rates[0] == pytest.approx(0.5, abs=0.05) and rates[1] == pytest.approx(1 / 3, abs=0.05)
+    assert rates[2:] == pytest.approx(PRIOR[2:], abs=0.011)
+
+
+def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:
+    """Where nodes cost nothing, all of them; where each costs a pass, one; where a level costs much, one level, which has
+    as many nodes as there are ranks."""
+    draft = registry.load("drafters", "sequoia", model=tiny(), nodes=12, length=4)
+    assert draft.size(PRIOR, 12, 4) == (12, 4)
+    for node, level, size in ((0.0, 0.0, (12, 4)), (1.0, 0.0, (1, 1)), (0.0, 5.0, (len(PRIOR), 1))):
+        draft.pass_cost, draft._of_level = PassCost(1.0, node), level
+        assert draft.size(PRIOR, 12, 4) == size
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (lambda: {"source": "suffix"}, "its distributions are not those of any node of a tree"),
+        (lambda: {"source": "medusa"}, "its distributions are not those of any node of a tree"),
+        (lambda: {"source": "eagle3", "model": tiny()}, "give one of them"),
+    ],
+)
+@pytest.mark.parametrize("name", SHAPED)
+def test_other_sources_are_refused(name: str, knobs: Any, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        registry.load("drafters", name, **knobs())
+    with pytest.raises(Refused, match=r"needs a draft model.*or a learned head"):
+        truedraft.accelerate(tiny(), draft=name).generate(**ragged(tiny(), 1), max_new_tokens=2)
