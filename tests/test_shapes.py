@@ -168,8 +168,8 @@ def test_rates_of_sequoia_follow_what_is_accepted() -> None:
 
 
 def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:
-    """Where nodes cost nothing, all of them; where each costs a pass, one; where a level costs much, one level, which has
-    as many nodes as there are ranks."""
+    """Where nodes cost nothing, all of them; where each costs a pass, one; where a level costs much, one level, with as
+    many nodes as there are ranks."""
     draft = registry.load("drafters", "sequoia", model=tiny(), nodes=12, length=4)
     assert draft.size(PRIOR, 12, 4) == (12, 4)
     for node, level, size in ((0.0, 0.0, (12, 4)), (1.0, 0.0, (1, 1)), (0.0, 5.0, (len(PRIOR), 1))):
