@@ -164,7 +164,7 @@ def test_rates_of_sequoia_follow_what_is_accepted() -> None:
         ranks.observe(2, (0, 1, None, 0, 1, 0)[i % 6])
     rates = ranks.rates()
     assert rates[0] == pytest.approx(0.5, abs=0.05) and rates[1] == pytest.approx(1 / 3, abs=0.05)
-    assert rates[2:] == pytest.approx(PRIOR[2:], abs=0.011)
+    assert rates[2:] == pytest.approx(PRIOR[2:], abs=0.011) and min(rates) > 0
 
 
 def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:

@@ -17,6 +17,7 @@ from models import ragged, tiny
 from nets import ACROSS, drafter
 from test_seq2seq import tiny as seq2seq
 from truedraft import Refused, registry
+from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
 from truedraft.loading import load
@@ -35,7 +36,8 @@ TEXTS = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 3,
 )
 MODELS = [
-    name for name in registry.names("drafters") if issubclass(registry.method("drafters", name), ModelDrafter)
+    name for name in registry.names("drafters")
+    if issubclass(registry.method("drafters", name), ModelDrafter | ShapedDrafter)
     and "draft model" in registry.method("drafters", name).card.needs
 ]  # fmt: skip
 
@@ -127,3 +129,43 @@ def test_what_is_refused() -> None:
     model = tiny("llama")
     with pytest.raises(Refused, match="needs both tokenizers: give accelerate"):
         truedraft.accelerate(model, draft=registry.load("drafters", "string-level-exact", model=tiny("llama")))
+
+
+def test_the_way_is_chosen_by_the_tokenizers_and_the_rule(tmp_path: Path) -> None:
+    """A draft model given as a model: its tokenizer is that beside its files, or of `assistant_tokenizer`."""
+    model, mine, other = tiny("llama", vocabulary=54), spelling(54, pairs=27), spelling(20, 3)
+    small = tiny("llama", vocabulary=20)
+    small.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    small = type(small).from_pretrained(tmp_path, dtype=small.dtype)
+    ids = torch.tensor([[3, 1, 4]])
+    expected = model.generate(ids, max_new_tokens=20)
+    for rule, name in ((None, "string-level-exact"), ("greedy", "string-level-exact"), ("rejection", "draft-model")):
+        fast = truedraft.accelerate(model, mine, draft=small, rule=rule, control="fixed")
+        out = fast.generate(ids, max_new_tokens=20, do_sample=rule == "rejection")
+        report = fast.report()
+        assert report.drafter == name and any("another tokenizer" in note for note in report.notes)
+        assert rule == "rejection" or torch.equal(out, expected)
+    fast = truedraft.accelerate(model, mine, control="fixed")
+    assert torch.equal(fast.generate(ids, max_new_tokens=20, assistant_model=small), expected)
+    assert fast.report().drafter == "string-level-exact"
+    nameless = tiny("llama", vocabulary=20, sharpen=2.0)
+    given = dict(assistant_model=nameless, assistant_tokenizer=other)
+    assert torch.equal(fast.generate(ids, max_new_tokens=20, **given), expected)
+    made = fast._assisted
+    fast.generate(ids, max_new_tokens=20, **given)
+    assert fast._assisted is made and fast.report().drafter == "string-level-exact"
+    with pytest.raises(Refused, match="20 tokens, the model 54"):
+        fast.generate(ids, max_new_tokens=20, assistant_model=nameless)
+
+
+def test_tokenizers_of_assistants_are_checked() -> None:
+    model, fast = tiny("llama"), truedraft.accelerate(tiny("llama"))
+    ids = torch.tensor([[3, 1, 4]])
+    for given, message in (
+        (dict(assistant_tokenizer=spelling(20)), "with that model"),
+        (dict(assistant_tokenizer="name", assistant_model=model), "give the tokenizer of an assistant_model"),
+        (dict(assistant_tokenizer=spelling(20), assistant_model=model), r"give that to accelerate\(\)"),
+    ):
+        with pytest.raises(Refused, match=message):
+            fast.generate(ids, max_new_tokens=4, **given)

@@ -16,7 +16,15 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft import registry, reports
 from truedraft.accept._base import Rule, extra_probes
-from truedraft.call.arguments import Document, check_arguments, check_settings, for_decode_loop, sources_of
+from truedraft.call.arguments import (
+    Assistant,
+    Document,
+    assistant_of,
+    check_arguments,
+    check_settings,
+    for_decode_loop,
+    sources_of,
+)
 from truedraft.call.outcome import cut, output
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.rechecking import check_ties
@@ -33,7 +41,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.engine import Engine
 from truedraft.errors import Refused
-from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
+from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
@@ -68,9 +76,9 @@ class Accelerated(StandIn):
         self.model, self.tokenizer = model, tokenizer
         self._parts, self._hosting = (draft, rule, control), (runtime, strict, view)
         self.target = hosted(model, *self._hosting)
-        self.drafter: Drafter = drafter_of(draft)
-        self._assisted: tuple[PreTrainedModel, dict[str, Any], Drafter] | None = None
         self.rule: Rule | None = None if rule is None else part(rule, "accept", Rule)
+        self.drafter: Drafter = drafter_of(draft, self.target, tokenizer, self.rule)
+        self._assisted: tuple[tuple[Any, ...], Drafter] | None = None
         self.control: Control = part(control, "control", Control)
         check_ties(ties, self.target, self.rule)
         self.ties = ties
@@ -187,7 +195,7 @@ class Accelerated(StandIn):
                 tokens up to the last complete pass, and its `report` that of `report()`.
         """
         kwargs["generation_config"] = generation_config
-        assistant = kwargs.pop("assistant_model", None)
+        assistant = assistant_of(kwargs)
         sources, streamer = sources_of(inputs, kwargs), kwargs.get("streamer")
         call = Call(references, assistant, seed, chance, namespace, streamer, on_pass, on_read, sources)
         with self._call(), defaults():
@@ -304,9 +312,9 @@ class Accelerated(StandIn):
         check_references(references, self.drafter, self.rule)
         return self.drafter
 
-    def _assistant(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter:
+    def _assistant(self, assistant: Assistant, config: GenerationConfig) -> Drafter:
         """The drafter of an `assistant_model`, with the lengths that transformers would use; kept for later calls."""
-        model = unwrapped(model)
+        model = unwrapped(assistant.model)
         settings = getattr(model, "generation_config", None)
         knobs: dict[str, Any] = {}
         for knob, name in (("length", "num_assistant_tokens"), ("confidence", "assistant_confidence_threshold")):
@@ -314,10 +322,14 @@ class Accelerated(StandIn):
             value = getattr(settings, name, None) if value is None else value
             if value is not None:
                 knobs[knob] = value
-        if self._assisted is None or self._assisted[0] is not model or self._assisted[1] != knobs:
+        key = model, assistant.tokenizer, knobs
+        if self._assisted is None or any(
+            mine is not given and mine != given for mine, given in zip(self._assisted[0], key, strict=True)
+        ):
             self._assisted = None
-            self._assisted = model, knobs, registry.load("drafters", "draft-model", model=model, **knobs)
-        return self._assisted[2]
+            made = by_model(model, self.target, self.tokenizer, self.rule, assistant.tokenizer, **knobs)
+            self._assisted = key, made
+        return self._assisted[1]
 
 
 def accelerate(

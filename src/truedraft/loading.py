@@ -118,6 +118,19 @@ def kind_by(config: Mapping[str, Any]) -> Kind:
     return "canvas" if declares(config) else "text"
 
 
+def tokenizer_of(model: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the files that a model was loaded from, where it has these and they are on this machine."""
+    name = str(getattr(model.config, "name_or_path", ""))
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception:  # a folder without a tokenizer makes the loader raise any exception
+        return None
+
+
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer of a model, or one in a folder of its own; a folder with GPT-2's two files is enough.
 

@@ -14,6 +14,7 @@ from truedraft.canvas.layout import layout_of
 from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
+from truedraft.loading import tokenizer_of
 from truedraft.targets._base import Target
 from truedraft.targets.unwrapping import unwrapped
 from truedraft.views._base import View
@@ -41,14 +42,43 @@ def part(given: Any, kind: str, base: type) -> Any:
     raise Refused(f"{argument}={given!r}: give a {base.__name__} or the name of one (`truedraft methods` lists them)")
 
 
-def drafter_of(given: Any) -> Drafter:
-    """A drafter from an instance, a name, a draft model, or None for no drafts."""
+def drafter_of(
+    given: Any, target: Target | None = None, tokenizer: PreTrainedTokenizerBase | None = None, rule: Rule | None = None
+) -> Drafter:
+    """A drafter from an instance, a name, a draft model, or None for no drafts.
+
+    target, tokenizer, rule: those that it will draft for, on which it depends how a draft model does.
+    """
     if given is None:
         return Plain()
     if isinstance(given := unwrapped(given), PreTrainedModel):
-        name = "draft-model" if layout_of(given.config) is None else "deer"
-        return registry.load("drafters", name, model=given)
+        if layout_of(given.config) is not None:
+            return registry.load("drafters", "deer", model=given)
+        return by_model(given, target, tokenizer, rule)
     return part(given, "drafters", Drafter)
+
+
+def by_model(
+    model: PreTrainedModel, target: Target | None, tokenizer: PreTrainedTokenizerBase | None, rule: Rule | None,
+    own: PreTrainedTokenizerBase | None = None, **knobs: Any,
+) -> Drafter:  # fmt: skip
+    """The drafter by which a model drafts: `draft-model`; or, where it has another tokenizer, `string-level-exact`,
+    whose drafts reach further, unless the rule verifies drafts against their distribution.
+
+    own: its tokenizer; by default, where the models have vocabularies of different sizes, that beside its files.
+    knobs: of the drafter.
+    """
+    if own is not None and tokenizer is None:
+        raise Refused("assistant_tokenizer was given, and not the model's own: give that to accelerate()")
+    if own is None and target is not None and tokenizer is not None:
+        size = model.config.get_text_config(decoder=True).vocab_size
+        own = None if size == target.vocabulary else tokenizer_of(model)
+    if own is None or tokenizer is None or own.get_vocab() == tokenizer.get_vocab():
+        return registry.load("drafters", "draft-model", model=model, **knobs)
+    exact = (rule is None or rule.guarantee == "tokens") and target is not None and not target.reads_sources
+    drafter = registry.load("drafters", "string-level-exact" if exact else "draft-model", model=model, **knobs)
+    drafter.own_tokenizer = drafter.tokenizer = own
+    return drafter
 
 
 def view_of(given: Any) -> View:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from truedraft.card import shown
 from truedraft.chance import Chance, PositionNoise, StreamNoise
 from truedraft.errors import Refused
 from truedraft.stores.references import References, Text
@@ -22,8 +24,6 @@ Document = str | Sequence[int] | Tensor
 
 # Arguments of generate that are not supported, each with its remedy.
 ARGUMENTS = {
-    "assistant_tokenizer": "drop it if both models share one; else accelerate(model, tokenizer, "
-    "draft='string-level-exact:model=NAME') loads the draft model with its own",
     "past_key_values": "truedraft keeps a cache of its own; give the whole prompt",
     "cache_params": "truedraft keeps a cache of its own; give the whole prompt",
     "custom_generate": "truedraft is the decode loop",
@@ -117,6 +117,28 @@ def with_stop_strings(
     except ValueError as error:
         raise Refused(f"stop_strings={strings!r}: {error}") from error
     return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """`assistant_model` of a call, and its tokenizer, if that is given."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def assistant_of(kwargs: dict[str, Any]) -> Assistant | None:
+    """The draft model that a call names, removed from its arguments.
+
+    Raises:
+        Refused: a tokenizer of it that is none, or without a model.
+    """
+    model, tokenizer = kwargs.pop("assistant_model", None), kwargs.pop("assistant_tokenizer", None)
+    if tokenizer is not None and (model is None or not isinstance(tokenizer, PreTrainedTokenizerBase)):
+        raise Refused(
+            f"assistant_tokenizer={shown(tokenizer)}: give the tokenizer of an assistant_model, with that model"
+        )
+    return None if model is None else Assistant(model, tokenizer)
 
 
 def sources_of(inputs: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.accept._ties import NearTies
 from truedraft.call.arguments import (
+    Assistant,
     chance_of,
     check_lengths,
     namespaces_of,
@@ -39,7 +40,7 @@ class Call:
     """Arguments of a call beyond those of `model.generate`, which passes them on to the decode loop."""
 
     references: Any = None
-    assistant: PreTrainedModel | None = None
+    assistant: Assistant | None = None
     seed: int | Sequence[int] | None = None
     chance: Chance | None = None
     namespace: str | Sequence[str] = ""

@@ -30,6 +30,7 @@ NAMESPACES = 1024  # whose rates are kept
 PRIOR = (0.6, 0.12, 0.06, 0.03, 0.02, 0.01, 0.01, 0.01)  # acceptance of the children of a node, in order
 WEIGHT = 16.0  # of these, in observations
 KEPT = 0.98  # weight that an observation keeps at each later one
+LEAST = 0.005  # rate that a child is taken to have at least, or nothing would be drafted, and no more be observed
 STEP = 0.02  # rates are rounded to it, so that few shapes are computed
 
 Shape = tuple[tuple[int, ...], ...]
@@ -52,7 +53,7 @@ class Ranks:
         """Rounded, and falling from rank to rank, as the allocation of nodes takes them to be."""
         found: list[float] = []
         for accepted, tried in zip(self.accepted, self.tried, strict=True):
-            rate = round(accepted / tried / STEP) * STEP
+            rate = max(round(accepted / tried / STEP) * STEP, LEAST)
             found.append(min([rate, *found[-1:]]))
         return tuple(found)
 

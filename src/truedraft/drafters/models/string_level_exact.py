@@ -39,6 +39,7 @@ class StringLevelExact(ContinuingModelDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(16, 1, 256)  # tokens of the draft model at most; transformers has 20
     tokens: int = knob(8, 1, 256)  # of the target at most
+    confidence: float = knob(0.0, 0, 1)  # end a draft after a token of lower probability; transformers has 0.4
 
     @property
     def width(self) -> int:
@@ -47,6 +48,10 @@ class StringLevelExact(ContinuingModelDrafter):
     @property
     def vocab_size(self) -> int | None:
         return None
+
+    @property
+    def notes(self) -> list[str]:
+        return ["the draft model has another tokenizer: the model's own splits the text that it drafts"]
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = None
@@ -75,7 +80,11 @@ class StringLevelExact(ContinuingModelDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         (node,), token = nodes, int(laws[0].argmax())
         growing.frontier = growing.add(node, [token])
-        deep = growing.depth[growing.frontier[0]] >= growing.deepest or growing.room == 0
+        deep = (
+            laws[0, token] < self.confidence
+            or growing.depth[growing.frontier[0]] >= growing.deepest
+            or growing.room == 0
+        )
         if deep or not self._texts.vocabularies.reverse.text_of(token) or len(self._tokens(growing)) > growing.budget:
             growing.frontier = []
 
