@@ -24,8 +24,10 @@ def cascade(*models: PreTrainedModel, **knobs: Any) -> Any:
     return registry.load("drafters", "cs-drafting", model=list(models), **knobs)
 
 
-def matches_generate(model: PreTrainedModel, draft: Any, rows: int = 3, **settings: Any) -> truedraft.Report:
-    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+def matches_generate(
+    model: PreTrainedModel, draft: Any, rows: int = 3, control: str = "fixed", **settings: Any
+) -> truedraft.Report:
+    fast = truedraft.accelerate(model, draft=draft, control=control)
     settings = {"max_new_tokens": 40, **settings}
     torch.manual_seed(3)
     expected = model.generate(**ragged(model, rows), **settings)

@@ -12,7 +12,6 @@ where the first layers are a small part of a deep model.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
+from truedraft.drafters._bandit import Bandit
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._learned import Batch
 from truedraft.drafters._losses import LOSSES, named
@@ -107,26 +107,6 @@ class Training(StepwiseLearner):
         for step in range(len(tokens)):
             later = (pad(part[:, step + 1 :], (0, 0, 0, step)) for part in (states, logits))
             yield next(later), next(later)
-
-
-class Bandit:
-    """Whether to draft on, by Thompson sampling: the rate of acceptance has a beta distribution.
-
-    accepted, rejected: tokens, and one of each before any.
-    """
-
-    def __init__(self) -> None:
-        self.accepted = self.rejected = 1.0
-        self._random = random.Random(0)
-
-    def continues(self) -> bool:
-        """Whether the next token is drafted: with a rate drawn from the distribution."""
-        return self._random.random() < self._random.betavariate(self.accepted, self.rejected)
-
-    def update(self, accepted: int, rejected: int) -> None:
-        """Count the outcome of a draft."""
-        self.accepted += accepted
-        self.rejected += rejected
 
 
 @dataclass
