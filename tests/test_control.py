@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truedraft.control._acceptance import AcceptanceRates, OpenDraft
+from truedraft.control._draft_costs import DraftCosts
 from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
@@ -323,6 +324,48 @@ def test_costs_stay_nonnegative_if_the_clock_steps_back() -> None:
         row.tokens += [2]
         control.observe([row], [], [])
         assert state_of(control).costs.of_level >= 0
+
+
+@pytest.mark.parametrize(("besides", "each"), [(3.0, 0.5), (0.0, 2.0), (4.0, 0.0)])
+def test_the_cost_of_a_draft_is_told_from_that_of_its_levels(besides: float, each: float) -> None:
+    costs = DraftCosts(memory=0.9)
+    for levels in [1, 7, 2, 5, 3] * 12:
+        costs.levels = levels
+        costs.add(besides + each * levels, 0.0, True)
+    for levels in (1, 4, 7):
+        assert costs.of_levels(levels) == pytest.approx(besides + each * levels, rel=0.1)
+    assert costs.of_levels(0) == 0
+
+
+def test_drafts_of_one_size_cost_as_much_besides_their_levels_as_for_one() -> None:
+    costs = DraftCosts(memory=0.9)
+    for _ in range(50):
+        costs.levels = 3
+        costs.add(8.0, 0.0, True)
+    assert costs.of_levels(3) == pytest.approx(8.0, rel=0.02)
+    assert costs.of_draft == pytest.approx(costs.of_level, rel=0.05)
+
+
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_short_drafts_do_not_hide_that_longer_ones_are_right(later: float) -> None:
+    """The first tokens are right; those after them are wrong at first, and from then on always or never right: after
+    some time drafts are long, or they stay short."""
+    drafter = ExpensiveDrafter()
+    control, row = opened(drafter, Curve((1, 512), (1.0, 1.5))), row_of(drafter)
+    control.start([row])
+    sizes = []
+    for step in range(300):
+        (most,) = control.budget([row])
+        spend(control, draft=0.1 + 0.05 * most)
+        draft = list(range(2, 2 + most))
+        control.prune([row], [DraftTree.chain(row.tokens[-1], draft)])
+        right = min(most, 1) if step < 40 or not later else most
+        spend(control, target=1.0)
+        row.tokens += [*draft[:right], 1]
+        control.observe([row], [], [])
+        sizes.append(most)
+    assert sum(sizes[20:40]) / 20 < 3
+    assert (sum(sizes[-50:]) / 50 > 5) if later else (sum(sizes[-50:]) / 50 < 3)
 
 
 TIMES = st.floats(1e-6, 10.0) | st.sampled_from([0.0, -1e-3, 1e-9, 1e5, math.nan, math.inf])

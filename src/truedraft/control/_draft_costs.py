@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 RECENT = 9  # drafts in the median
-ALIKE = 0.2  # weight, in drafts, of the assumption that a draft takes as long besides its levels as for one of them
+ALIKE = 0.05  # weight, in drafts, of the assumption that a draft takes as long besides its levels as for one of them
 HICCUP = 4.0  # times the usual time of a draft or a pass: what exceeds it is not counted against drafts
 
 

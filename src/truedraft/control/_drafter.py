@@ -104,7 +104,7 @@ class DrafterState:
             self._planned, self._planned_for, self._age = self._plan(rows, passes, total), (total, len(rows)), 0
         self._age += 1
         size, pays = self._planned
-        if self._short == IN_FULL:
+        if self._short >= IN_FULL and self.dear(passes):
             size = self.width
         self._resumed = not self.requested
         permitted = self.trials.permits(pays, passes(total))

@@ -264,7 +264,7 @@ class Reader:
     def _inputs(self, counts: Sequence[int]) -> tuple[list[DraftTree], list[int]]:
         """By slot, what the next pass reads of its tree, see `Branch.next_input`."""
         inputs = [
-            self._branches[slot].next_input(count) if slot in self._branches else (NOTHING, 0)
+            self._branches[slot].next_input(count) if slot in self._branches else (NOTHING, len(NOTHING))
             for slot, count in enumerate(counts)
         ]
         return [tree for tree, _ in inputs], [written for _, written in inputs]
