@@ -44,7 +44,7 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},
     "spectr": {"paths": 2, "length": 1},
-    "dyspec": {"nodes": 3, "length": 2, "threshold": 0.05},
+    "dyspec": {"nodes": 3, "length": 2, "beam": 2},
     "sequoia": {"nodes": 3, "length": 2},
     "greedy-multi-draft": {"branches": "2x1"},
     "eagle": {"branches": "2x1"},

@@ -34,13 +34,14 @@ def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: st
     assert any(one.offered for made in report.passes for one in made.emitted)
 
 
-def trees_of(draft: Any, model: Any, steps: int = 12, **given: Any) -> list[DraftTree]:
-    """The drafts of a call for one row."""
-    found: list[DraftTree] = []
+def trees_of(draft: Any, model: Any, steps: int = 12, **given: Any) -> list[tuple[list[int], DraftTree]]:
+    """The drafts of a call for one row, with the tokens that it had."""
+    found: list[tuple[list[int], DraftTree]] = []
     propose = draft.propose
 
     def proposed(rows: Any, budget: Any) -> Any:
-        found.extend(made := propose(rows, budget))
+        made = propose(rows, budget)
+        found.append((list(rows[0].tokens), made[0]))
         return made
 
     draft.propose = proposed
@@ -63,10 +64,7 @@ def test_specexec_drafts_the_best_nodes_of_all() -> None:
     """By an independent best-first search over plain forwards, with as many expansions as it likes."""
     model, small = tiny(), sibling(tiny())
     draft = registry.load("drafters", "specexec", model=small, nodes=9, beam=9, branches=6, length=6, decay=0.9)
-    tree = trees_of(draft, model, 8)[0]
-    text = ragged(model, 1)["input_ids"][0].tolist()
-    with torch.no_grad():
-        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    text, tree = trees_of(draft, model, 8)[0]
     assert tree.tokens[0] == text[-1]
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     best: list[tuple[int, ...]] = []
@@ -85,13 +83,11 @@ def test_specexec_drafts_the_best_nodes_of_all() -> None:
 
 def test_cape_drafts_more_where_the_draft_model_is_less_sure() -> None:
     """Counts of children by the probability of the likeliest, section 3.3 of the paper, by plain forwards."""
-    model, small = tiny(), sibling(tiny())
+    model = tiny(sharpen=40.0)
+    small = sibling(model)
     draft = registry.load("drafters", "cape", model=small)
-    text = ragged(model, 1)["input_ids"][0].tolist()
-    with torch.no_grad():
-        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
     counts = set()
-    tree = trees_of(draft, model, 30)[0]
+    text, tree = trees_of(draft, model, 30)[0]
     laws = laws_along(small, text, tree)
     node = 0
     for _ in range(5):
@@ -102,30 +98,29 @@ def test_cape_drafts_more_where_the_draft_model_is_less_sure() -> None:
         counts.add(len(children))
         node = children[0]
     assert not tree.shape.children[node]
+    assert len(counts) > 1
 
 
-def test_dyspec_fills_places_by_their_values() -> None:
-    """Greedily: no place above the threshold is left out while one of a lower value is filled, in a level."""
-    model, small = tiny(), sibling(tiny())
-    draft = registry.load("drafters", "dyspec", model=small, nodes=64, length=3, threshold=0.05)
-    text = ragged(model, 1)["input_ids"][0].tolist()
-    with torch.no_grad():
-        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
-    tree = trees_of(draft, model, 12)[0]
+@pytest.mark.parametrize("beam", [1, 8])
+def test_dyspec_fills_the_most_valuable_places(beam: int) -> None:
+    """Greedily: every place that is filled is worth as much as any that is not, by plain forwards over the paths, with
+    as many passes of the draft model as are needed."""
+    model = tiny(sharpen=40.0)
+    small = sibling(model)
+    draft = registry.load("drafters", "dyspec", model=small, nodes=14, length=20, beam=beam)
+    text, tree = max(trees_of(draft, model, 40)[:12], key=lambda draft: draft[1].shape.height)
     laws = laws_along(small, text, tree)
-    value = {0: 1.0}
+    value, filled, left_out = {0: 1.0}, [], []
     for node in range(len(tree)):
-        if tree.shape.depth[node] == 3 or value[node] < 0.05:
-            assert not tree.shape.children[node]
-            continue
         left, place = 1.0, value[node]
         for child in tree.shape.children[node]:
-            assert place >= 0.05 - 1e-9
+            filled.append(place)
             share = laws[node][tree.tokens[child]] / left
             value[child] = place * share
             place, left = place * (1 - share), left - laws[node][tree.tokens[child]]
-        assert place < 0.05 + 1e-9, "a place is left out"
-    assert len(tree) > 4
+        left_out.append(place)
+    assert len(tree) == 15 and tree.shape.height > 1
+    assert min(filled) >= max(left_out) - 1e-9
 
 
 @cache

@@ -38,7 +38,10 @@ class GrowingTree:
     arrival: node -> its arrival time, for stochastic beam search.
     place: node -> its place in its level, in trees of a given shape.
     shape: the shape of this tree, where its drafter chooses one for each.
-    expanded: nodes whose children were added, where the frontier may be at several depths.
+    expanded: nodes that the reader has read, where the frontier may be at several depths.
+    places: heap of (minus the value of a place for a further child, its node), in trees that are filled by value.
+    left: node -> what is left of its distribution for further children. siblings: node -> these, if they are known, the
+        next one last.
     budget: most nodes of the finished draft.
     after: tokens that another drafter has drafted; the root is the last of them, at this depth.
     passes: of its reader, so far.
@@ -61,6 +64,9 @@ class GrowingTree:
     place: dict[int, int] = field(default_factory=dict)
     shape: Sequence[Sequence[int]] = ()
     expanded: set[int] = field(default_factory=set)
+    places: list[tuple[float, int]] = field(default_factory=list)
+    left: dict[int, Tensor] = field(default_factory=dict)
+    siblings: dict[int, list[int]] = field(default_factory=dict)
     budget: int = 0
     after: Sequence[int] = ()
     passes: int = 0

@@ -3,10 +3,11 @@
 Xiong et al., "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure", 2024 (arXiv 2410.11744). The
 value of a place in the tree is the probability that it is reached and that its token is accepted, if acceptance is as
 probable as the draft model's tokens are. Siblings are drawn without replacement: after a token of probability r, the
-next sibling's value is the place's times 1 - r, and the token's own children have r times the value. Places are filled
-in order of their values, level by level, as long as these are above `threshold` (algorithm 2 of the paper). Whether a
-place is filled is decided before its token is drawn, so that `multi-round` verifies the tree exactly. Under `greedy`
-and `seeded` the siblings are the likeliest tokens instead.
+value of the place beside it is 1 - r times as high, and that of the first place below it r times. Places are filled
+in the order of their values (algorithm 1 of the paper); a pass of the draft model reads the `beam` nodes whose first
+places are the most valuable, and places of lower value than these wait for it. Whether a place is filled is decided
+before its token is drawn, so that `multi-round` verifies the tree exactly. Under `greedy` and `seeded` the siblings
+are the likeliest tokens instead.
 
 It wins over trees of fixed shape where the draft model is sure of some tokens and unsure of others.
 """
@@ -37,8 +38,9 @@ class DySpec(ShapedDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     nodes: int = knob(24, 1, 1024)  # of the draft; published 64, offloaded 768 to 1024
-    length: int = knob(8, 1, 64)  # levels
-    threshold: float = knob(0.03, 0, 1)  # least value of a place that is filled; published: near 1 / nodes
+    length: int = knob(8, 1, 64)  # levels, and passes of the draft model
+    beam: int = knob(4, 1, 256)  # nodes that a pass reads; published 1, with a threshold a whole level
+    threshold: float = knob(0.0, 0, 1)  # least value of a place that is filled; published: near 1 / nodes, by levels
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
     @property
@@ -53,30 +55,54 @@ class DySpec(ShapedDrafter):
     def draws(self) -> Draws:
         return "distinct"
 
+    @property
+    def expansions(self) -> int:
+        return self.length * self.beam
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        drawn = self.preferred(growing.row) == "law"
-        order = (
-            [] if drawn else [self.chosen(growing, *pair, self.nodes)[::-1] for pair in zip(nodes, laws, strict=True)]
+        for node, law in zip(nodes, laws, strict=True):
+            growing.expanded.add(node)
+            if law.any():
+                growing.left[node] = growing.laws[node] = law
+                heapq.heappush(growing.places, (-growing.score.get(node, 1.0), node))
+                if self.preferred(growing.row) != "law":
+                    growing.siblings[node] = self.chosen(growing, node, law, self.nodes)[::-1]
+        last = growing.passes + 1 == self.length
+        unread = [-growing.score[node] for node in growing.score if self._continues(growing, node)]
+        heapq.heapify(unread)
+        while growing.places and growing.room > 0:
+            value = -growing.places[0][0]
+            if value < self.threshold or (unread and value < -unread[0] and not last):
+                break
+            child = self._fill(growing)
+            if child is not None and self._continues(growing, child):
+                heapq.heappush(unread, -growing.score[child])
+        ready = sorted(
+            (node for node in growing.score if self._continues(growing, node)), key=lambda node: -growing.score[node]
         )
-        left = list(laws.unbind())
-        places = [(-growing.score.get(node, 1.0), i) for i, node in enumerate(nodes) if laws[i].any()]
-        heapq.heapify(places)
-        added: list[int] = []
-        while places and growing.room > 0 and -places[0][0] >= self.threshold:
-            value, i = heapq.heappop(places)
-            if drawn:
-                (token,) = growing.row.request.chance.draw(left[i], growing.row)
-            elif order[i]:
-                token = order[i].pop()
-            else:
-                continue
-            (child,) = growing.add(nodes[i], [token], laws[i])
-            mass = float(left[i].sum())
-            share = float(left[i][token]) / mass
-            growing.score[child] = -value * share
-            added.append(child)
-            left[i] = left[i].clone()
-            left[i][token] = 0.0
-            if float(left[i].sum()) > 0:
-                heapq.heappush(places, (value * (1 - share), i))
-        growing.end_level([child for child in added if growing.score[child] >= self.threshold])
+        growing.end_level([] if last else [node for node in ready if growing.score[node] > self.threshold][: self.beam])
+
+    @staticmethod
+    def _continues(growing: GrowingTree, node: int) -> bool:
+        """Whether a node may be read."""
+        deep, ends = growing.depth[node] >= growing.deepest, growing.tokens[node] in growing.row.ends
+        return node not in growing.expanded and not deep and not ends
+
+    def _fill(self, growing: GrowingTree) -> int | None:
+        """Fill the most valuable place; returns its node, None where no token is left for it."""
+        value, parent = heapq.heappop(growing.places)
+        left = growing.left[parent]
+        if parent not in growing.siblings:
+            (token,) = growing.row.request.chance.draw(left, growing.row)
+        elif growing.siblings[parent]:
+            token = growing.siblings[parent].pop()
+        else:
+            return None
+        (child,) = growing.add(parent, [token])
+        share = float(left[token]) / float(left.sum())
+        growing.score[child] = -value * share
+        growing.left[parent] = left = left.clone()
+        left[token] = 0.0
+        if float(left.sum()) > 0:
+            heapq.heappush(growing.places, (value * (1 - share), parent))
+        return child
