@@ -38,7 +38,7 @@ TREE = DraftTree((3, 4, 5, 6), (-1, 0, 0, 2))
 @pytest.fixture(autouse=True)
 def long_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "LONG", dict.fromkeys(processors.LONG, LONG))
-    monkeypatch.setattr(forward, "WIDE", WIDTH)
+    monkeypatch.setattr(processors, "WIDE", WIDTH)
 
 
 def prompt(n: int, seed: int = 0) -> Prompt:
