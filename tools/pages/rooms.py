@@ -100,7 +100,7 @@ def directions() -> list[str]:
 # what is new -> the contracts that it fulfils, and an example whose folder its file goes to
 NEW_THINGS = {
     "a lookup drafter": (("PerRow",), "PromptLookup"),
-    "a draft-model tree": (("ModelDrafter",), "OptTree"),
+    "a draft-model tree": (("ShapedDrafter",), "OptTree"),
     "a learned drafter (head)": (("Drafter", "Learner"), "Gad"),
     "an acceptance rule, by row": (("Rule",), "Block"),
     "an acceptance rule, by node": (("NodeRule",), "Rejection"),
