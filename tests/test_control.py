@@ -327,7 +327,7 @@ def test_costs_stay_nonnegative_if_the_clock_steps_back() -> None:
 
 
 @pytest.mark.parametrize(("besides", "each"), [(3.0, 0.5), (0.0, 2.0), (4.0, 0.0)])
-def test_the_cost_of_a_draft_is_told_from_that_of_its_levels(besides: float, each: float) -> None:
+def test_the_cost_of_a_draft_is_separated_from_that_of_its_levels(besides: float, each: float) -> None:
     costs = DraftCosts(memory=0.9)
     for levels in [1, 7, 2, 5, 3] * 12:
         costs.levels = levels

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from truedraft.drafters._base import usual_seconds
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import candidates
-from truedraft.drafters._growing import GrowingDrafter, GrowingTree
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._timed import TimedLevels
 from truedraft.tree import DraftTree, Draws, Row
 
 
-class ConfidenceTree(GrowingDrafter):
+class ConfidenceTree(TimedLevels):
     """Dynamic trees (EAGLE-2): nodes in the order of the probability of their paths, by the reader's distributions,
     calibrated.
 
@@ -36,7 +35,6 @@ class ConfidenceTree(GrowingDrafter):
     top_k: int
     drawn: bool
 
-    _of_level = 0.0  # seconds of a level after the first; a moving average
     _per_level = 1.0  # levels of a draft that a pass of the reader adds; a moving average
 
     @property
@@ -84,19 +82,6 @@ class ConfidenceTree(GrowingDrafter):
         more = round(self._per_level)
         gain = sum(mean**k for k in range(1, more + 1)) * sum(growing.score[n] for n in growing.frontier)
         return gain > goodput * (level + more * node)
-
-    def _level(self, active: Sequence[GrowingTree]) -> None:
-        begins = any(tree.frontier == [tree.root] for tree in active)
-        start = time.perf_counter()
-        super()._level(active)
-        self._measure(time.perf_counter() - start, begins)
-
-    def _measure(self, seconds: float, begins: bool) -> None:
-        """The time of a level. begins: whether it was the first of a draft."""
-        if begins:  # it reads more tokens than later levels, and bounds their time where these were interrupted
-            self._of_level = min(self._of_level, seconds)
-        else:
-            self._of_level = usual_seconds(self._of_level, seconds)
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.is_drawn(growing.row):

@@ -11,6 +11,7 @@ from truedraft import registry
 from truedraft.card import method_name, shown
 from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._growing import GrowingDrafter
+from truedraft.drafters.models._model import unnamed
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
@@ -45,10 +46,7 @@ class ShapedDrafter(GrowingDrafter):
 
     def bind(self, target: Target) -> None:
         if self.source is None and self.model is None:
-            name = method_name(self)
-            raise Refused(
-                f"{name} needs a draft model: draft='{name}:model=NAME', or a learned head: '{name}:source=eagle3'"
-            )
+            raise unnamed(self, f"a learned head: '{method_name(self)}:source=eagle3'")
         self.distributions.bind(target)
 
     @property
@@ -105,3 +103,18 @@ class ShapedDrafter(GrowingDrafter):
 
     def forget(self) -> None:
         self.distributions.forget()
+
+
+class NodeBudget(ShapedDrafter):
+    """Trees of so many nodes and levels at most. Fields of every subclass: nodes, length (levels)."""
+
+    nodes: int
+    length: int
+
+    @property
+    def width(self) -> int:
+        return self.nodes
+
+    @property
+    def levels(self) -> int:
+        return self.length

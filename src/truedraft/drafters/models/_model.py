@@ -143,7 +143,7 @@ class ChainDrafter(ContinuingModelDrafter):
         growing.end_level(added if sure else [])
 
 
-def unnamed(drafter: Drafter) -> Refused:
-    """The refusal of a drafter that was given no draft model."""
+def unnamed(drafter: Drafter, otherwise: str = "accelerate(draft=MODEL)") -> Refused:
+    """The refusal of a drafter that was given no draft model. otherwise: another remedy than to name one."""
     name = method_name(drafter)
-    return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or accelerate(draft=MODEL)")
+    return Refused(f"{name} needs a draft model: draft='{name}:model=NAME', or {otherwise}")

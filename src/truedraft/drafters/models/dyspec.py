@@ -23,12 +23,12 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import Draws
 
 
 @dataclass
-class DySpec(ShapedDrafter):
+class DySpec(NodeBudget):
     card = Card(
         paper="arXiv 2410.11744 (2024)",
         idea="A smaller model samples a tree whose shape follows the probability of its tokens.",
@@ -42,14 +42,6 @@ class DySpec(ShapedDrafter):
     beam: int = knob(4, 1, 256)  # nodes that a pass reads; published 1, with a threshold a whole level
     threshold: float = knob(0.0, 0, 1)  # least value of a place that is filled; published: near 1 / nodes, by levels
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
-
-    @property
-    def width(self) -> int:
-        return self.nodes
-
-    @property
-    def levels(self) -> int:
-        return self.length
 
     @property
     def draws(self) -> Draws:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import DraftTree
 
 
 @dataclass
-class OptTree(ShapedDrafter):
+class OptTree(NodeBudget):
     card = Card(
         paper="arXiv 2406.17276 (2024)",
         idea="A smaller model's likeliest continuations as a tree, the most promising nodes first.",
@@ -35,14 +35,6 @@ class OptTree(ShapedDrafter):
     length: int = knob(6, 1, 64)  # levels; published 10 at most
     gain: float = knob(0.5, 0, 1e3)  # stop where a level adds less than this to the expected acceptance; published 0.5
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
-
-    @property
-    def width(self) -> int:
-        return self.nodes
-
-    @property
-    def levels(self) -> int:
-        return self.length
 
     def room(self, budget: int) -> int:
         return self.beam * self.length if budget > 0 else 0

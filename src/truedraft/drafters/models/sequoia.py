@@ -13,16 +13,15 @@ model's own probabilities (`opt-tree`, `dyspec`) adapt to each token, where thos
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters._base import usual_seconds
 from truedraft.drafters._growing import GrowingTree, OfShape
-from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shaped import NodeBudget
+from truedraft.drafters._timed import TimedLevels
 from truedraft.stores.memory import Tenants
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 
@@ -59,7 +58,7 @@ class Ranks:
 
 
 @dataclass
-class Sequoia(OfShape, ShapedDrafter):
+class Sequoia(OfShape, TimedLevels, NodeBudget):
     card = Card(
         paper="arXiv 2402.12374 (2024)",
         idea="A smaller model drafts the tree shape that measured rates of acceptance and costs make the fastest.",
@@ -74,7 +73,6 @@ class Sequoia(OfShape, ShapedDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._of_level = 0.0  # seconds of a level; a moving average
         self._begin()
 
     def forget(self) -> None:
@@ -83,14 +81,6 @@ class Sequoia(OfShape, ShapedDrafter):
 
     def _begin(self) -> None:
         self._ranks: dict[str, Tenants[Ranks]] = {}  # by what rows prefer to be drafted
-
-    @property
-    def width(self) -> int:
-        return self.nodes
-
-    @property
-    def levels(self) -> int:
-        return self.length
 
     @property
     def draws(self) -> Draws:
@@ -116,13 +106,6 @@ class Sequoia(OfShape, ShapedDrafter):
         return max(
             sizes, key=lambda size: (1 + gains[size[1]][size[0]]) / (plain + size[0] * node + size[1] * self._of_level)
         )
-
-    def _level(self, active: Sequence[GrowingTree]) -> None:
-        begins = any(tree.frontier == [tree.root] for tree in active)
-        start = time.perf_counter()
-        super()._level(active)
-        if not begins:  # the first reads more
-            self._of_level = usual_seconds(self._of_level, time.perf_counter() - start)
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]

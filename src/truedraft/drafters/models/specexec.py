@@ -20,12 +20,12 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import DraftTree
 
 
 @dataclass
-class SpecExec(ShapedDrafter):
+class SpecExec(NodeBudget):
     card = Card(
         paper="arXiv 2406.02532 (2024)",
         idea="A large tree of a smaller model's likeliest continuations, the best nodes first at any depth.",
@@ -41,14 +41,6 @@ class SpecExec(ShapedDrafter):
     length: int = knob(12, 1, 256)  # depth at most; published 32
     decay: float = knob(0.95, 0.01, 1)  # of a path's probability per level, where nodes are compared; published 0.95
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
-
-    @property
-    def width(self) -> int:
-        return self.nodes
-
-    @property
-    def levels(self) -> int:
-        return self.length
 
     def room(self, budget: int) -> int:
         return self.expansions * self.branches if budget > 0 else 0
