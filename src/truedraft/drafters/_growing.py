@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,11 +37,8 @@ class GrowingTree:
     chance: node -> the probability that it is right if its parent is, as its drafter estimates it.
     arrival: node -> its arrival time, for stochastic beam search.
     place: node -> its place in its level, in trees of a given shape.
-    shape: the shape of this tree, where its drafter chooses one for each.
-    expanded: nodes that the reader has read, where the frontier may be at several depths.
-    places: heap of (minus the value of a place for a further child, its node), in trees that are filled by value.
-    left: node -> what is left of its distribution for further children. siblings: node -> these, if they are known, the
-        next one last.
+    expanded: nodes that were in a frontier.
+    state: what else its drafter keeps of it.
     budget: most nodes of the finished draft.
     after: tokens that another drafter has drafted; the root is the last of them, at this depth.
     passes: of its reader, so far.
@@ -62,11 +59,8 @@ class GrowingTree:
     chance: dict[int, float] = field(default_factory=dict)
     arrival: dict[int, float] = field(default_factory=dict)
     place: dict[int, int] = field(default_factory=dict)
-    shape: Sequence[Sequence[int]] = ()
     expanded: set[int] = field(default_factory=set)
-    places: list[tuple[float, int]] = field(default_factory=list)
-    left: dict[int, Tensor] = field(default_factory=dict)
-    siblings: dict[int, list[int]] = field(default_factory=dict)
+    state: Any = None
     budget: int = 0
     after: Sequence[int] = ()
     passes: int = 0
@@ -244,6 +238,7 @@ class GrowingDrafter(Drafter):
         first = 0
         for growing in active:
             nodes = growing.frontier
+            growing.expanded.update(nodes)
             self.grow(growing, nodes, laws[first : first + len(nodes)])
             growing.passes += 1
             first += len(nodes)

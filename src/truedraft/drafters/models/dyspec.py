@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,20 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import Draws
+
+
+@dataclass
+class Places:
+    """The places of a tree that may be filled.
+
+    values: heap of (minus the value of the place for a further child, its node).
+    left: node -> what is left of its distribution for further children.
+    siblings: node -> these, where they are known, the next one last.
+    """
+
+    values: list[tuple[float, int]] = field(default_factory=list)
+    left: dict[int, Tensor] = field(default_factory=dict)
+    siblings: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,21 +66,21 @@ class DySpec(NodeBudget):
         return self.length * self.beam
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        growing.state = places = growing.state or Places()
         for node, law in zip(nodes, laws, strict=True):
-            growing.expanded.add(node)
             if law.any():
-                growing.left[node] = growing.laws[node] = law
-                heapq.heappush(growing.places, (-growing.score.get(node, 1.0), node))
+                places.left[node] = growing.laws[node] = law
+                heapq.heappush(places.values, (-growing.score.get(node, 1.0), node))
                 if self.preferred(growing.row) != "law":
-                    growing.siblings[node] = self.chosen(growing, node, law, self.nodes)[::-1]
+                    places.siblings[node] = self.chosen(growing, node, law, self.nodes)[::-1]
         last = growing.passes + 1 == self.length
         unread = [-growing.score[node] for node in growing.score if self._continues(growing, node)]
         heapq.heapify(unread)
-        while growing.places and growing.room > 0:
-            value = -growing.places[0][0]
+        while places.values and growing.room > 0:
+            value = -places.values[0][0]
             if value < self.threshold or (unread and value < -unread[0] and not last):
                 break
-            child = self._fill(growing)
+            child = self._fill(growing, places)
             if child is not None and self._continues(growing, child):
                 heapq.heappush(unread, -growing.score[child])
         ready = sorted(
@@ -80,21 +94,21 @@ class DySpec(NodeBudget):
         deep, ends = growing.depth[node] >= growing.deepest, growing.tokens[node] in growing.row.ends
         return node not in growing.expanded and not deep and not ends
 
-    def _fill(self, growing: GrowingTree) -> int | None:
+    def _fill(self, growing: GrowingTree, places: Places) -> int | None:
         """Fill the most valuable place; returns its node, None where no token is left for it."""
-        value, parent = heapq.heappop(growing.places)
-        left = growing.left[parent]
-        if parent not in growing.siblings:
+        value, parent = heapq.heappop(places.values)
+        left = places.left[parent]
+        if parent not in places.siblings:
             (token,) = growing.row.request.chance.draw(left, growing.row)
-        elif growing.siblings[parent]:
-            token = growing.siblings[parent].pop()
+        elif places.siblings[parent]:
+            token = places.siblings[parent].pop()
         else:
             return None
         (child,) = growing.add(parent, [token])
         share = float(left[token]) / float(left.sum())
         growing.score[child] = -value * share
-        growing.left[parent] = left = left.clone()
+        places.left[parent] = left = left.clone()
         left[token] = 0.0
         if float(left.sum()) > 0:
-            heapq.heappush(growing.places, (value * (1 - share), parent))
+            heapq.heappush(places.values, (value * (1 - share), parent))
         return child

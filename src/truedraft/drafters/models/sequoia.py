@@ -91,10 +91,11 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
         return self._ranks.setdefault(kind, Tenants(NAMESPACES, Ranks)).of(row.namespace)
 
     def shape_of(self, growing: GrowingTree) -> Sequence[Sequence[int]]:
-        if not growing.shape:
+        if growing.state is None:
             rates = self._ranks_of(growing.row).rates()
-            growing.shape = shape_for(rates, *self.size(rates, growing.budget, growing.deepest))
-        return growing.shape
+            growing.state = shape_for(rates, *self.size(rates, growing.budget, growing.deepest))
+        shape: Shape = growing.state
+        return shape
 
     def size(self, rates: tuple[float, ...], nodes: int, levels: int) -> tuple[int, int]:
         """The nodes and levels of most tokens per second, up to so many; all where passes have no known cost."""

@@ -50,7 +50,6 @@ class SpecExec(NodeBudget):
         return 2 * self.length * self.beam
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        growing.expanded.update(nodes)
         values, tokens = laws.topk(min(self.branches, laws.shape[1]))
         for node, some, chances in zip(nodes, tokens.tolist(), values.tolist(), strict=True):
             above = growing.score.get(node, 1.0) * self.decay
