@@ -22,7 +22,7 @@ from truedraft.audit import laws, tokens
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
 from truedraft.cli import main
-from truedraft.drafters.models._model import ModelDrafter
+from truedraft.drafters._growing import GrowingDrafter
 from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree
 
@@ -164,9 +164,9 @@ def plant_bonus_from_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 def plant_pruning(patch: pytest.MonkeyPatch) -> None:
     """Siblings are pruned by their tokens, after they were drawn."""
-    true = ModelDrafter.finished
+    true = GrowingDrafter.finished
 
-    def finished(self: ModelDrafter, growing: Any) -> DraftTree:
+    def finished(self: GrowingDrafter, growing: Any) -> DraftTree:
         tree = true(self, growing)
         laws: Any = tree.dist
         unsure = {
@@ -176,7 +176,7 @@ def plant_pruning(patch: pytest.MonkeyPatch) -> None:
         kept = [i for i in kept if all(a in (0, *kept) for a in tree.path(i))]
         return growing.tree(self.draws, [i + growing.root for i in kept])  # type: ignore[no-any-return]
 
-    patch.setattr(ModelDrafter, "finished", finished)
+    patch.setattr(GrowingDrafter, "finished", finished)
 
 
 LAW_FAULTS: dict[str, Fault] = {

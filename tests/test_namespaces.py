@@ -30,6 +30,7 @@ from truedraft.tree import Row
 
 Seen = list[tuple[Any, ...]]
 STEPS, SECRET = 16, 12  # tokens of an output, and of a secret prompt
+LENGTH = 1024  # of an engine with room for the widest drafts
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",
     "suffix+token-recycling", "input-guided>aded", "auto",
@@ -92,7 +93,7 @@ def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     host, draft = served(name)
     fast = truedraft.accelerate(host, draft=draft, control="fixed")
     mine, text, known = recorded(draft, "b"), secret(which), secret("x")
-    with fast.engine(max_rows=3, max_tokens=64) as engine:
+    with fast.engine(max_rows=3, max_tokens=LENGTH) as engine:
         finish(engine, asked(engine, other, text, text[::-1]))
         others = len(mine)  # none, unless both are one tenant
         probes = [asked(engine, "b", known, known)]

@@ -155,19 +155,22 @@ def test_a_draft_model_reads_each_token_of_a_draft_once() -> None:
     )
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
     small: Any = draft.parts[1]
-    passes: list[int] = []
+    unread: list[int] = []
+    drafted: list[int] = []
     fast.generate(**ragged(model, 1), max_new_tokens=2, do_sample=False)
-    score = small.reader.score
+    chains = small.reader.target.extend_greedily
 
-    def scored(trees: Any) -> Any:
-        passes.append(max(map(len, trees)))
-        return score(trees)
+    def counted(trees: Any, written: Any, wanted: Any) -> Any:
+        unread.extend(len(tree) - known for tree, known in zip(trees, written, strict=True))
+        found = chains(trees, written, wanted)
+        drafted.extend(map(len, found))
+        return found
 
-    small.reader.score = scored
+    small.reader.target.extend_greedily = counted
     inputs = ragged(model, 2)
     text, drafts, under = text_and_drafts(model, draft, inputs, max_new_tokens=29, do_sample=False)
     assert torch.equal(text, generated(model, inputs, max_new_tokens=29, do_sample=False).text)
-    assert under == len(drafts) / 2 == 4 and len(passes) == 4 * 5 and max(passes) <= 3
+    assert under == len(drafts) / 2 == 4 and drafted == [5] * 8 and max(unread) <= 3
 
 
 class Costs:

@@ -77,12 +77,17 @@ EVERYWHERE = ["oracle", "probes", "taps", "draft-model"]  # together they use ev
 
 BY_PLACE = {"bloom", "mpt", "falcon_alibi", "llama4_text", "deepseek_v32", "glm_moe_dsa"}
 LATENT = {name for name, config in ARCHITECTURES.items() if "kv_lora_rank" in config}
+BY_LENGTH = {  # rotations depend on the length of a text
+    name
+    for name, config in ARCHITECTURES.items()
+    if config.get("rope_parameters", {}).get("rope_type") in ("longrope", "dynamic")
+}
 IMPOSSIBLE: dict[str, set[str]] = {  # the reason of a refusal, and the architectures of which it is true
     "a layer has several of each token": STREAMS,
     "some read the keys and values of others": SHARING,
     "its attention depends on the places of keys": BY_PLACE,
     "it keeps latents, and no keys": LATENT,
-    "need the compiled pass": {"deepseek_v32", "glm_moe_dsa"},  # which has no indexers
+    "need the compiled pass": {"deepseek_v32", "glm_moe_dsa"} | BY_LENGTH,  # which has no indexers
     "they do not simply follow each other": {"glm_moe_dsa"},  # layers read the choice of those before them
     "has experts": {name for name, config in ARCHITECTURES.items() if any("expert" in key for key in config)},
 }

@@ -102,6 +102,7 @@ class Blocks(Padded):
         rows, blocks = anchors.shape
         super().__init__(rows, blocks * size, anchors.device)
         self.positions.copy_((anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1))
+        self.written.copy_(self.positions)
         self.lengths.fill_(length)
         inside = torch.ones(size, size, dtype=torch.bool, device=anchors.device).tril()
         self.ancestors.copy_(torch.block_diag(*[inside] * blocks))
