@@ -140,6 +140,41 @@ def test_drafts_that_cost_more_than_they_save_are_not_requested(control: Cost) -
     assert sum(requested) <= 4  # the first is not counted, the second not timed yet
 
 
+def costly(control: Cost, row: Row, passes: int) -> tuple[int, int]:
+    """Passes for which a draft of three times a pass's time, which is always wrong, is requested, and those for which
+    the size of drafts is decided."""
+    state, requested, decided = state_of(control), 0, 0
+    budget = state.budget
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(*given: Any) -> int:
+            nonlocal decided
+            decided += 1
+            return budget(*given)
+
+        patch.setattr(state, "budget", counted)
+        for _ in range(passes):
+            (size,) = control.budget([row])
+            requested += size > 0
+            spend(control, draft=3.0 * (size > 0), target=1.0)
+            control.prune([row], [DraftTree.chain(row.tokens[-1], [9] if size else [])])
+            row.tokens += [2]
+            control.observe([row], [], [])
+    return requested, decided
+
+
+def test_nothing_is_decided_while_nothing_may_be_drafted() -> None:
+    """Trials cost 1.5 % of the time: one in 200 passes. In between the control decides once in nine passes."""
+    drafter = ExpensiveDrafter()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control.start([row])
+    costly(control, row, 100)
+    requested, decided = costly(control, row, 1800)
+    assert 5 <= requested <= 12 and 200 <= decided <= 250
+    control.start([other := row_of(drafter)])
+    assert control.budget([row, other]) == [0, 0] and len(control._batch) == 1, "another row ends the pause"
+
+
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:
     control._costs.curve = FLAT
     row = row_of()

@@ -114,6 +114,16 @@ class DrafterState:
         self._short = self._short + 1 if size < self.width else 0
         return size
 
+    def rests(self, passes: PassCosts) -> int:
+        """Passes after this one for which it does not draft, whatever they emit; it plans anew after them."""
+        if not self.width:
+            return REPLANNED
+        if self.requested or not passes.measured:
+            return 0
+        rest = min(self.trials.pause(passes.plain), REPLANNED)
+        self._age = REPLANNED if rest else self._age
+        return rest
+
     def _plan(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int) -> tuple[int, bool]:
         """Nodes to draft per row, and whether they are expected to pay.
 
@@ -220,6 +230,10 @@ class Drafts:
         """Expected accepted nodes of drafts that must not be cut."""
         longest = max(tree.drafted for tree in self.trees)
         return self.state.expected(self.rows, self.trees, longest)[-1] if longest else 0.0
+
+    def rests(self, passes: PassCosts) -> int:
+        """Passes after this one for which nothing is drafted, and no earlier draft is compared with the text."""
+        return 0 if any(row.drafts for row in self.rows) else self.state.rests(passes)
 
     def offer(self, trees: Sequence[DraftTree]) -> None:
         """Set the drafts proposed for its rows."""

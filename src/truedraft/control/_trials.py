@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FAVOUR = 0.5  # assumed saving of a new drafter, in plain passes
@@ -60,6 +61,10 @@ class TrialBudget:
         """Whether to draft for the next pass. pays: whether the drafts are expected to pay."""
         self._solvent = pays and self._earned >= -CREDIT * plain
         return self._solvent or self._left >= 0
+
+    def pause(self, plain: float) -> int:
+        """Passes of `plain` seconds until trials may lose time again, where drafts are not permitted."""
+        return 0 if self._solvent or not self.slack else math.ceil(max(-self._left, 0.0) / (self.slack * plain))
 
     def expect(self, saved: float, drafting: float, plain: float) -> None:
         """Update the expected saving by a draft: seconds that it is expected to save, and seconds of drafting."""

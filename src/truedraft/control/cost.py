@@ -56,11 +56,12 @@ class Cost(Control):
         self._clock = (0.0,) * 4  # seconds so far, see `_spent`
         self._before = 0.0  # seconds of the target before the pass
         self._same = False  # whether no row has entered or left since the last budget
+        self._resting = 0  # passes for which nothing is drafted, and nothing is to be learnt
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
         if not self._rows:
             self._spent()
-        self._same = False
+        self._changed()
         if drafter.width:
             self._costs.measure(target, steps)
         self._drafters = {key: state for key, state in self._drafters.items() if state.drafter is not None}
@@ -70,14 +71,21 @@ class Cost(Control):
         drafting = self.drafting.get(id(drafter), 0.0)
         state.begin(drafter, lockstep, target.padded, self._costs, drafting, self.times.target)
 
+    def _changed(self) -> None:
+        """A row enters or leaves."""
+        self._same, self._resting = False, 0
+
     def start(self, rows: Sequence[Row]) -> None:
-        self._same = False
+        self._changed()
         for row in rows:
             state = self._drafters[id(row.request.drafter)]
             state.admitted()
             self._rows[id(row)] = state, state.acceptance.begun(row)
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
+        if self._resting:
+            self._resting, self._same = self._resting - 1, False
+            return [0] * len(rows)
         aside, passed = self._spent()
         batch: dict[int, Drafts] = {}
         stored = 0
@@ -103,6 +111,7 @@ class Cost(Control):
                 size = state.budget(drafts.rows, self._costs, len(rows), unchecked)
                 for place in drafts.places:
                     budget[place] = size
+        self._resting = min([drafts.rests(self._costs) for drafts in self._batch])
         return budget
 
     def _spent(self) -> tuple[float, float]:
@@ -211,6 +220,8 @@ class Cost(Control):
             drafts.cut(sizes[i], without, nodes - drafts.unit * sizes[i], self._costs)
 
     def observe(self, rows: Sequence[Row], trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        if not self._batch:
+            return
         if (spent := self.times.target - self._before) > 0:
             self._learn(spent, len(rows))
         self._costs.step(bool(self._requested))
@@ -235,7 +246,7 @@ class Cost(Control):
         costs.learn(tokens, spent, EXPLORING if exploring else self.rate)
 
     def end(self, row: Row) -> None:
-        self._same = False
+        self._changed()
         if (found := self._rows.pop(id(row), None)) is not None:
             state, record = found
             if state.dear(self._costs):
