@@ -15,8 +15,6 @@ class TreeShape:
     """What follows from the parents of a tree alone; computed once per distinct shape.
 
     depth: (n,) 0 for the root.
-    children: (n,) indices of each node's children, in order.
-    order: (n,) index of each node among its siblings.
     run: (n,) length of the longest 0, 1, 2, ... that a node's path from the root begins with.
     extra, extra_depth, extra_from: the rest of the paths, one after another, with the depths of these nodes; that of
         node i is `extra[extra_from[i] : extra_from[i + 1]]`.
@@ -25,13 +23,28 @@ class TreeShape:
 
     parent: tuple[int, ...]
     depth: tuple[int, ...]
-    children: tuple[tuple[int, ...], ...]
-    order: tuple[int, ...]
     run: tuple[int, ...]
     extra: tuple[int, ...]
     extra_depth: tuple[int, ...]
     extra_from: tuple[int, ...]
     height: int
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """(n,) indices of each node's children, in order."""
+        children: list[list[int]] = [[] for _ in self.parent]
+        for i, p in enumerate(self.parent[1:], 1):
+            children[p].append(i)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """(n,) index of each node among its siblings."""
+        order = [0] * len(self.parent)
+        for siblings in self.children:
+            for place, node in enumerate(siblings):
+                order[node] = place
+        return tuple(order)
 
     @cached_property
     def mask(self) -> Tensor:
@@ -46,22 +59,19 @@ class TreeShape:
 def shape_of(parent: tuple[int, ...]) -> TreeShape:
     """The shape of the tree with these parents."""
     n = len(parent)
-    depth, order, run = [0] * n, [0] * n, [1] * n
-    children: list[list[int]] = [[] for _ in range(n)]
+    depth, run = [0] * n, [1] * n
     extras: list[tuple[int, ...]] = [()] * n
     for i in range(1, n):
         p = parent[i]
         depth[i] = depth[p] + 1
-        order[i] = len(children[p])
-        children[p].append(i)
         if not extras[p] and run[p] == i:
             run[i] = i + 1
         else:
             run[i], extras[i] = run[p], (*extras[p], i)
     extra = tuple(chain.from_iterable(extras))
     return TreeShape(
-        parent, tuple(depth), tuple(map(tuple, children)), tuple(order), tuple(run),
-        extra, tuple([depth[i] for i in extra]), tuple(accumulate(map(len, extras), initial=0)), max(depth),
+        parent, tuple(depth), tuple(run), extra, tuple([depth[i] for i in extra]),
+        tuple(accumulate(map(len, extras), initial=0)), max(depth),
     )  # fmt: skip
 
 

@@ -76,16 +76,21 @@ class GrowingTree:
 
     def add(self, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
         """Add children of a node, as far as `room` allows; returns their indices."""
-        tokens = tokens[: self.room]
+        added = self.add_each([node] * len(tokens), tokens)
+        if law is not None and added:
+            self.laws[node] = law
+        return added
+
+    def add_each(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Add a child of each of some nodes, as far as `room` allows; returns their indices."""
+        nodes, tokens = nodes[: self.room], tokens[: self.room]
         first = len(self.tokens)
         self.tokens += tokens
         if self.shared is not None:
             self.ids += [self.shared[token] for token in tokens]
-        self.parent += [node] * len(tokens)
-        self.depth += [self.depth[node] + 1] * len(tokens)
+        self.parent += nodes
+        self.depth += [self.depth[node] + 1 for node in nodes]
         self.room -= len(tokens)
-        if law is not None and tokens:
-            self.laws[node] = law
         return list(range(first, len(self.tokens)))
 
     def end_level(self, added: Sequence[int]) -> None:
@@ -256,14 +261,13 @@ class GrowingDrafter(Drafter):
     def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
         """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
         indices."""
-        paths = laws * laws.new_tensor([growing.score.get(node, 1.0) for node in nodes])[:, None]
-        score, at = paths.flatten().topk(min(count, paths.numel(), growing.room))
-        added = []
-        for value, place in zip(score.tolist(), at.tolist(), strict=True):
-            if value > 0:
-                (child,) = growing.add(nodes[place // laws.shape[1]], [place % laws.shape[1]])
-                growing.score[child] = value
-                added.append(child)
+        before = [growing.score.get(node, 1.0) for node in nodes]
+        paths = laws * laws.new_tensor(before)[:, None]
+        values, at = (found.tolist() for found in paths.flatten().topk(min(count, paths.numel(), growing.room)))
+        values = [value for value in values if value > 0]  # in order
+        places = [divmod(place, laws.shape[1]) for place in at[: len(values)]]
+        added = growing.add_each([nodes[line] for line, _ in places], [token for _, token in places])
+        growing.score.update(zip(added, values, strict=True))
         return added
 
     def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
