@@ -1,10 +1,11 @@
 """Shapes of drafts from one draft model: tokens per pass and speed of each, and pictures of the trees.
 
-    python benchmarks/trees.py [--pairs TARGET DRAFT ...] [--stretched LAYERS HIDDEN] --json FILE [--svg FILE]
+    python benchmarks/trees.py [--pairs TARGET DRAFT ...] [--stretched SIZE] [--dtype bfloat16] --json FILE [--svg FILE]
 
 Every method decodes the same prompts greedily, in rounds, with drafts in full and under cost control. Speeds are
-medians of ratios to truedraft without drafts, on the same prompt in the same round. `--stretched` makes the target
-larger, with the same text (`bench/stretched.py`).
+medians of ratios to truedraft without drafts, on the same prompt in the same round. `theory` is the speed if nothing
+but the passes of both models took time; `level_ms` is what drafting takes beside these, per pass of the draft model.
+`--stretched` makes the target larger, with the same text (`bench/stretched.py`), in a dtype.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 
 import truedraft
 from truedraft import assets
+from truedraft.bench.sizes import size_of
 from truedraft.bench.stretched import stretched
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
@@ -34,7 +37,29 @@ METHODS = (
     "gumbel-top-k", "cs-drafting",
 )  # fmt: skip
 CONTROLS = ("fixed", "cost")
+PASSES = ("extend", "extend_greedily", "score", "prefill")  # of a draft model's target
 X, Y = 46, 44  # of a picture: from node to node, and from level to level
+
+
+class Passes:
+    """Counts and times the passes of a draft model."""
+
+    def __init__(self, drafter: Any):
+        self.count, self.seconds = 0, 0.0
+        inner = getattr(drafter, "distributions", drafter)
+        target = inner.reader.target if hasattr(inner, "reader") else None
+        for name in PASSES if target is not None else ():
+            setattr(target, name, self._timed(getattr(target, name), name))
+
+    def _timed(self, call: Any, name: str) -> Any:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            found = call(*args)
+            self.seconds += time.perf_counter() - start
+            self.count += max(map(len, found), default=0) if name == "extend_greedily" and found else 1
+            return found
+
+        return timed
 
 
 def named(method: str, draft: str) -> str:
@@ -44,21 +69,25 @@ def named(method: str, draft: str) -> str:
 
 
 def measured(
-    model: Any, tokenizer: Any, names: tuple[str, str], tokens: int, rounds: int
+    model: Any, tokenizer: Any, names: tuple[str, str], methods: Sequence[str], tokens: int, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, DraftTree]]:
     """A row by method and control, and the largest draft of each method for the first prompt."""
     fast: dict[str, Any] = {"none": truedraft.accelerate(model, tokenizer, draft=None)}
-    for method in METHODS:
+    for method in methods:
         for control in CONTROLS:
             fast[f"{method}, {control}"] = truedraft.accelerate(
                 model, tokenizer, draft=named(method, names[1]), control=control
             )
-    drafts = {method: _recorded(fast[f"{method}, fixed"].drafter) for method in METHODS}
+    drafts = {method: _recorded(fast[f"{method}, fixed"].drafter) for method in methods}
     texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
     prompts = [tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts]
     plain = [model.generate(ids, max_new_tokens=tokens, do_sample=False) for ids in prompts]
     seconds: dict[str, list[float]] = {name: [] for name in fast}
     exact, passes, drafting = dict.fromkeys(fast, True), dict.fromkeys(fast, 0), dict.fromkeys(fast, 0.0)
+    target = dict.fromkeys(fast, 0.0)
+    for side in fast.values():
+        side.generate(prompts[0], max_new_tokens=8, do_sample=False)
+    drafted = {name: Passes(side.drafter) for name, side in fast.items()}
     for _ in range(rounds):
         for ids, expected in zip(prompts, plain, strict=True):
             for name, side in fast.items():
@@ -67,12 +96,16 @@ def measured(
                 seconds[name].append(time.perf_counter() - start)
                 passes[name] += len(side.report().passes)
                 drafting[name] += side.report().seconds["draft"]
+                target[name] += side.report().seconds["target"] + side.report().seconds["prefill"]
     count = rounds * sum(one.shape[1] - ids.shape[1] for one, ids in zip(plain, prompts, strict=True))
     rows = [
         {
             "target": names[0], "draft": Path(names[1]).name, "way": name, "exact": exact[name],
             "tokens_per_pass": count / passes[name], "drafting": drafting[name] / sum(seconds[name]),
             "speed": statistics.median(a / b for a, b in zip(seconds["none"], seconds[name], strict=True)),
+            "theory": target["none"] / (target[name] + drafted[name].seconds),
+            "level_ms": 1e3 * (drafting[name] - drafted[name].seconds) / drafted[name].count
+            if drafted[name].count else None,
         }
         for name in fast
     ]  # fmt: skip
@@ -136,7 +169,9 @@ def _across(tree: DraftTree) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", metavar="MODEL", help="a target and its draft model, and so on")
-    parser.add_argument("--stretched", nargs=2, type=int, metavar=("LAYERS", "HIDDEN"))
+    parser.add_argument("--stretched", metavar="SIZE", help="such as 0.5B for nano, or LAYERSxHIDDEN")
+    parser.add_argument("--dtype", default="float32", help="of a stretched target")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -148,9 +183,10 @@ def main() -> None:
         model, tokenizer = load(target)
         name = Path(target).name
         if args.stretched:
-            layers, hidden = args.stretched
-            model, name = stretched(model, layers=layers, hidden=hidden), f"{name}, {layers} x {hidden}"
-        rows, drafts = measured(model, tokenizer, (name, draft), args.tokens, args.rounds)
+            layers, hidden = size_of(args.stretched, name)
+            larger = stretched(model.to(getattr(torch, args.dtype)), layers=layers, hidden=hidden)
+            model, name = larger, f"{name}, {args.stretched}, {args.dtype}"
+        rows, drafts = measured(model, tokenizer, (name, draft), args.methods, args.tokens, args.rounds)
         found["rows"] += rows
         for row in rows:
             print(row, flush=True)
