@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -21,6 +22,7 @@ from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
 from truedraft.loading import load
+from truedraft.tree import DraftTree, Row
 from vocabularies import spelling, turned
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -115,6 +117,59 @@ def test_a_draft_model_that_is_the_target_in_other_ids_is_right(name: str) -> No
     assert torch.equal(fast.generate(ids, max_new_tokens=40), model.generate(ids, max_new_tokens=40))
     report = fast.report()
     assert report.tokens / len(report.passes) > 4
+
+
+def first_token_law(
+    model: PreTrainedModel, draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, text: str
+) -> dict[int, float]:
+    """The law of the first of the target's tokens, the longest one, behind a text that a draft model goes on with from
+    its last word on: by plain forwards over all splits of all texts."""
+    texts = {target.decode([token]): token for token in target.get_vocab().values()}
+    longest = max(map(len, texts))
+    begins = max(one.start() for one in re.finditer("(?<! ) ", text))
+    word, before = text[begins:], draft.encode(text[:begins])
+    found, level = dict.fromkeys(texts.values(), 0.0), {(): 1.0}
+    while level:
+        later = {}
+        for split, p in level.items():
+            with torch.no_grad():
+                law = model(torch.tensor([[*before, *split]]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+            for own in draft.get_vocab().values():
+                spelled = draft.decode([*split, own])
+                if spelled.startswith(word) and len(spelled) >= len(word) + longest:
+                    beyond = spelled[len(word) :]
+                    first = max((one for one in texts if beyond.startswith(one)), key=len)
+                    found[texts[first]] += p * law[own]
+                elif spelled.startswith(word) or word.startswith(spelled):
+                    later[*split, own] = p * law[own]
+        level = later
+    whole = sum(found.values())
+    return {token: p / whole for token, p in found.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_drawn_by_the_probabilities_of_their_strings(seed: int) -> None:
+    mine, other = spelling(8, pairs=0), spelling(8, 3, pairs=1)
+    model, small = (tiny("llama", torch.float32, 1.5, vocabulary=8) for _ in range(2))
+    made = registry.load("drafters", "string-level-rejection", model=small, nodes=256, beam=64, least=0.0)
+    made.own_tokenizer = other
+    texts, trees, propose = [], [], made.propose
+
+    def proposed(rows: list[Row], budget: list[int]) -> list[DraftTree]:
+        texts.append([*rows[0].tokens])
+        trees.extend(propose(rows, budget))
+        return trees[-1:]
+
+    made.propose = proposed
+    fast = truedraft.accelerate(model, mine, draft=made, rule="rejection", control="fixed")
+    torch.manual_seed(seed)
+    fast.generate(torch.tensor([mine.encode("b ab cba c")]), max_new_tokens=9, do_sample=True, top_k=0)
+    for tokens, tree in list(zip(texts, trees, strict=True))[:2]:
+        for node in range(len(tree) - 1):
+            text = mine.decode([*tokens, *tree.tokens[1 : node + 1]])
+            expected = first_token_law(small, other, mine, text)
+            assert tree.dist[node].tolist() == pytest.approx([expected[t] for t in range(8)], abs=1e-5)
+    assert max(map(len, trees[:2])) > 3
 
 
 def test_sources_are_not_rendered() -> None:

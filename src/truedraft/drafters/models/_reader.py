@@ -88,7 +88,6 @@ class Reader:
     def fit(self, target: Target) -> None:
         """Host the draft model, for a target.
 
-
         Raises:
             Refused: one of the two has an encoder and the other has none, they are on different devices, or the
                 draft model cannot be hosted exactly.
@@ -353,10 +352,10 @@ class Branch:
     def next_input(self, count: int) -> tuple[DraftTree, int]:
         """The nodes that the cache holds after the next pass, and how many of them it holds before.
 
-        count: nodes of the frontier, which the pass reads; at first with the tokens before the root.
+        count: nodes of the frontier, which the pass reads; at first the root and some below it, with the tokens before.
         """
         tree, written = self.tree, len(self.nodes)
-        self.add(range(tree.root + 1) if self.begins else tree.frontier if count else ())
+        self.add([*(range(tree.root) if self.begins else ()), *tree.frontier[:count]])
         return DraftTree(tuple([tree.ids[node] for node in self.nodes]), tuple(self.parent)), written
 
     def add(self, nodes: Sequence[int]) -> None:
@@ -376,7 +375,9 @@ class Branch:
         """Begin at the root; returns the tokens before it, if there are any, which the cache keeps."""
         count = self.place[self.tree.root]
         if count:
-            self.nodes, self.parent, self.place = [self.tree.root], [-1], {self.tree.root: 0}
+            self.nodes = self.nodes[count:]
+            self.parent = [-1, *(place - count for place in self.parent[count + 1 :])]
+            self.place = {node: place for place, node in enumerate(self.nodes)}
         return self.tree.ids[:count]
 
     def path_along(self, text: Sequence[int]) -> list[int]:

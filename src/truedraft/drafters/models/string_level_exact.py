@@ -15,19 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from truedraft.card import Card, knob, method_name
+from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._model import ContinuingModelDrafter
-from truedraft.drafters.models._vocabularies import RenderedTexts, RowTexts, Vocabularies
-from truedraft.errors import Refused
-from truedraft.targets._base import Target
-from truedraft.tree import DraftTree, Row
+from truedraft.drafters.models._strings import StringDrafter
+from truedraft.tree import DraftTree
 
 
 @dataclass
-class StringLevelExact(ContinuingModelDrafter):
+class StringLevelExact(StringDrafter):
     card = Card(
         paper="arXiv 2502.05202 (2025)",
         idea="A smaller model with another tokenizer drafts text, which the target's tokenizer splits.",
@@ -46,33 +42,8 @@ class StringLevelExact(ContinuingModelDrafter):
         return self.tokens
 
     @property
-    def vocab_size(self) -> int | None:
-        return None
-
-    @property
     def notes(self) -> list[str]:
         return ["the draft model has another tokenizer: the model's own splits the text that it drafts"]
-
-    def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = None
-        if self.own_tokenizer is not None:
-            self._vocabularies = Vocabularies(tokenizer, self.own_tokenizer)
-
-    def _texts_for(self, target: Target) -> RowTexts:
-        if self._vocabularies is None:
-            raise Refused(
-                f"{method_name(self)} needs both tokenizers: give accelerate() the model's, and the draft model by its "
-                "name"
-            )
-        self._texts = RenderedTexts(self._vocabularies)
-        return self._texts
-
-    def unread(self, row: Row, after: Sequence[int], read: int) -> list[int]:
-        return self._texts.text(row, after)[read:]
-
-    def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """(k, n) distributions over the draft model's own tokens, which processors of the target's do not apply to."""
-        return logits.softmax(-1).nan_to_num_(0.0)
 
     def room(self, budget: int) -> int:
         return self.length if budget > 0 else 0

@@ -1,0 +1,301 @@
+"""String-level rejection sampling (SLRS): drafts the target's tokens by the probabilities that a draft model of another
+tokenizer gives to their strings.
+
+Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies",
+ICML 2025 (arXiv 2502.05202). psi(t) is the probability that the draft model goes on with the string of the target's
+token t, summed over the ways to split it into its own tokens; t is accepted as in speculative sampling, with psi as the
+draft's distribution. Here psi is the distribution that t is in fact drawn from, so that every rule is exact, whatever
+part of the splits was summed: the first token of the target that the draft model's text begins with, the longest one.
+A text that goes on to a longer token does not count for its beginnings, and a draft model's token that reaches beyond
+the string of t counts for t. Splits begin where the last word of the row does, and may cross the row's end.
+
+It wins where the tokenizers have few tokens in common and drafts are sampled, which `string-level-exact` cannot draw.
+It is for short tokens and small vocabularies: a token of the target costs as many passes of the draft model as it has
+tokens of that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from truedraft.card import Card, knob
+from truedraft.drafters._growing import GrowingTree, laws_of
+from truedraft.drafters.models._strings import StringDrafter
+from truedraft.drafters.models._vocabularies import (
+    RenderedTexts,
+    Vocabularies,
+    by_bytes,
+    token_bytes,
+)
+from truedraft.targets._base import Target
+from truedraft.tree import DraftTree, Draws, Row
+
+LAST_WORD = 64  # tokens of the draft model in the row's last word, read again for each draft; a longer one has no draft
+TABLES = 4096  # kept, one per string
+
+
+class Place(NamedTuple):
+    """Where a text of the draft model is: it still has to spell `awaited`, or has gone on with `beyond` after it."""
+
+    awaited: bytes
+    beyond: bytes = b""
+
+
+class Table(NamedTuple):
+    """What the next token of the draft model makes of a text.
+
+    first: (n,) by that token, the first token of the target behind the row; V where it is not begun, V + 1 where the
+        text is another than the row's.
+    unfinished: tokens behind which that may change.
+    """
+
+    first: Tensor
+    unfinished: Tensor
+
+
+class FirstTokens:
+    """The target's tokens that texts of the draft model begin with: of those that do, the longest.
+
+    Args:
+        size, own_size: logits of the target, and of the draft model.
+    """
+
+    def __init__(self, vocabularies: Vocabularies, size: int, own_size: int):
+        self.size, self.own_size = size, own_size
+        texts = token_bytes(vocabularies.target)
+        self._tokens = {text: t for text, t in by_bytes(vocabularies.target, texts).items() if t < size}
+        self._beginnings = {text[:n] for text in self._tokens for n in range(len(text))}
+        self._texts = {own: text for own, text in token_bytes(vocabularies.draft).items() if own < own_size}
+        self._sorted = sorted((text, own) for own, text in self._texts.items())
+        specials = {own: vocabularies.reverse.special(own) for own in range(own_size) if own not in self._texts}
+        self._specials = {own: t for own, t in specials.items() if t is not None and t < size}
+        self._tables: dict[Place, Table] = {}
+
+    def advanced(self, place: Place, own: int) -> Place | None:
+        """The place after one more token; None where the text is then another than the row's, or ends."""
+        (awaited, beyond), text = place, self._texts.get(own, b"")
+        if not text or not (text.startswith(awaited) or awaited.startswith(text)):
+            return None
+        return Place(awaited[len(text) :], beyond + text[len(awaited) :])
+
+    def unfinished(self, place: Place) -> bool:
+        """Whether further tokens may change the first token."""
+        return bool(place.awaited) or place.beyond in self._beginnings
+
+    def first(self, place: Place) -> int:
+        """The longest token that the text behind the row begins with; V where there is none."""
+        beyond = place.beyond
+        ends = range(len(beyond), 0, -1)
+        return next((self._tokens[beyond[:n]] for n in ends if beyond[:n] in self._tokens), self.size)
+
+    def table(self, place: Place) -> Table:
+        if (kept := self._tables.get(place)) is not None:
+            return kept
+        ended = self.first(place) if place.beyond else self.size + 1
+        first, unfinished = torch.full((self.own_size,), ended), []
+        if place == Place(b""):
+            for own, token in self._specials.items():
+                first[own] = token
+        for own in self._decisive(place):
+            later = self.advanced(place, own)
+            assert later is not None
+            first[own] = self.first(later)
+            if self.unfinished(later):
+                unfinished.append(own)
+        if len(self._tables) >= TABLES:
+            self._tables.clear()
+        self._tables[place] = Table(first, torch.tensor(unfinished, dtype=torch.long))
+        return self._tables[place]
+
+    def _decisive(self, place: Place) -> Iterable[int]:
+        """The tokens with texts that the row's allows, without those that leave the first token as it is."""
+        awaited, beyond = place
+        for n in range(1, len(awaited)):
+            yield from self._spelled(awaited[:n], exactly=True)
+        if awaited or not beyond:
+            yield from self._spelled(awaited)
+        else:
+            for byte in range(256):
+                if (longer := beyond + bytes([byte])) in self._beginnings or longer in self._tokens:
+                    yield from self._spelled(bytes([byte]))
+
+    def _spelled(self, text: bytes, exactly: bool = False) -> list[int]:
+        """The tokens whose texts begin with, or are, a text."""
+        found = self._sorted
+        start = bisect_left(found, text, key=lambda one: one[0])
+        end = bisect_right(found, text, start, key=lambda one: one[0] if exactly else one[0][: len(text)])
+        return [own for _, own in found[start:end]]
+
+
+@dataclass(eq=False)
+class Splits:
+    """A row's draft: the target's tokens, and the draft model's tokens that spell them.
+
+    drafted: the target's tokens. node: the last of them. settled: the draft model's tokens of the text's complete words
+    when it began. below: node of the draft model's tree -> token -> the child with it.
+    base: node of the draft model's tree where the splits of the next token begin, at this `place`.
+    left: nodes that may still be read to follow these.
+    """
+
+    drafted: GrowingTree
+    settled: int
+    node: int = 0
+    below: dict[int, dict[int, int]] = field(default_factory=dict)
+    base: int = 0
+    place: Place = Place(b"")
+    left: int = 0
+
+
+class SettledTexts(RenderedTexts):
+    """The complete words of rows in a draft model's tokens; how the last one is split is left open."""
+
+    def length(self, row: Row) -> int:
+        return self.settled(row)
+
+    def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
+        return self.rendering(row, after).ids
+
+
+@dataclass
+class StringLevelRejection(StringDrafter):
+    card = Card(
+        paper="arXiv 2502.05202 (2025)",
+        idea="A smaller model with another tokenizer drafts tokens by the probabilities of their strings.",
+        family="draft model",
+        needs=("draft model", "tokenizer"),
+        cannot={"encoder-decoder": "its sources are in the target's tokens"},
+        published="Described, and not measured: the splits of a string grow exponentially with its length.",
+    )
+    model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
+    length: int = knob(4, 1, 32)  # tokens of the target
+    nodes: int = knob(16, 1, 256)  # tokens of the draft model read to follow the splits of one of them, at most
+    beam: int = knob(4, 1, 64)  # of these in one pass
+    least: float = knob(0.05, 0, 1)  # share of the probability that a beginning of a string needs to be followed
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    @property
+    def levels(self) -> int:
+        return self.length
+
+    @property
+    def draws(self) -> Draws:
+        return "one"
+
+    @property
+    def notes(self) -> list[str]:
+        return ["the draft model has another tokenizer: it drafts by the probabilities of strings"]
+
+    def room(self, budget: int) -> int:
+        return LAST_WORD + self.nodes * min(budget, self.length) if budget > 0 else 0
+
+    def _rendered(self, vocabularies: Vocabularies, target: Target) -> RenderedTexts:
+        self._first = FirstTokens(vocabularies, target.vocabulary, self.reader.vocab_size)
+        return SettledTexts(vocabularies)
+
+    def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        return super().laws(rows, drafts, logits.double()).cpu()
+
+    def _growing(self, row: Row, budget: int, after: Sequence[int] = ()) -> GrowingTree:
+        growing = super()._growing(row, budget, after)
+        if growing.frontier:
+            pending, settled = [(after or row.tokens)[-1]], len(self._texts.text(row, after))
+            drafted = GrowingTree(row, pending, 0, growing.budget, growing.deepest, after=after)
+            context = self.reader.target.context
+            growing.deepest = len(after) + (growing.room if context is None else context - settled)
+            growing.state = Splits(drafted, settled)
+            growing.frontier = self._begun(growing)
+        return growing
+
+    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        growing.laws.update(zip(nodes, laws, strict=True))
+        growing.frontier = []
+        while not growing.frontier:
+            psi, growing.frontier = self._psi(growing)
+            if not growing.frontier:
+                path = self._drafted(growing, psi)
+                if not path:
+                    return
+                growing.frontier = [node for node in path if node not in growing.laws]
+
+    def _begun(self, growing: GrowingTree) -> list[int]:
+        """Begin the splits of the next token where the last word does; returns the nodes that have to be read, those of
+        the text as it is split so far. None where the draft ends."""
+        splits, first = growing.state, self._first
+        rendering = self._texts.rendering(growing.row, splits.drafted.path(splits.node))
+        own, words = rendering.whole[splits.settled :], len(rendering.ids) - splits.settled
+        path = [growing.root]
+        for token in own:
+            if (child := self._child(growing, path[-1], token)) is None:
+                return []
+            path.append(child)
+        stripped = rendering.first and rendering.word and rendering.vocabularies.reverse.strips
+        splits.place = Place(b" " + rendering.word if stripped else rendering.word)
+        splits.base, splits.left = path[words], self.nodes
+        at: Place | None = splits.place
+        for token in own[words:]:
+            at = at and first.advanced(at, token)
+        if at is None or at.beyond:  # a tokenizer that changes texts: the next token's splits begin behind the word
+            splits.base, splits.place = path[-1], Place(b"")
+        return path
+
+    def _child(self, growing: GrowingTree, node: int, own: int) -> int | None:
+        """The node behind another with a token of the draft model; None where there is no room for it."""
+        below = growing.state.below.setdefault(node, {})
+        if own not in below:
+            if growing.room == 0 or growing.depth[node] >= growing.deepest:
+                return None
+            (below[own],) = growing.add(node, [own])
+        found: int = below[own]
+        return found
+
+    def _psi(self, growing: GrowingTree) -> tuple[Tensor, list[int]]:
+        """(V,) probabilities of the next token, by the splits that have been read, not normalised; and nodes to read
+        before it is drafted."""
+        splits, first = growing.state, self._first
+        psi = torch.zeros(first.size + 2, dtype=torch.float64)
+        unfinished: list[tuple[float, int, int]] = []
+        read = [(splits.base, splits.place, 1.0)]
+        for node, place, probability in read:
+            table, weights = first.table(place), growing.laws[node] * probability
+            for own, child in splits.below.get(node, {}).items():
+                later = first.advanced(place, own)
+                if child in growing.laws and later is not None and first.unfinished(later):
+                    read.append((child, later, float(weights[own])))
+                    weights[own] = 0.0
+            psi.index_add_(0, table.first, weights)
+            most = weights[table.unfinished].topk(min(self.beam, len(table.unfinished)))
+            owns = table.unfinished[most.indices].tolist()
+            unfinished += [(value, node, own) for value, own in zip(most.values.tolist(), owns, strict=True)]
+        least = self.least * float(psi[: first.size + 1].sum())
+        followed = []
+        for value, node, own in sorted(unfinished, reverse=True)[: min(self.beam, splits.left)]:
+            if value > 0 and value >= least and (child := self._child(growing, node, own)) is not None:
+                followed.append(child)
+        splits.left -= len(followed)
+        return psi[: first.size], followed
+
+    def _drafted(self, growing: GrowingTree, psi: Tensor) -> list[int]:
+        """Draft a token by psi, and begin the splits of the one behind it; see `_begun`."""
+        splits, row = growing.state, growing.row
+        drafted, node = splits.drafted, splits.node
+        scores = (psi / psi.max()).log().float().to(self.reader.target.device)
+        law = laws_of([row], [drafted.path(node)], scores[None])[0]
+        drafted.end_level(drafted.add(node, self.chosen(drafted, node, law), law))
+        if not drafted.frontier:
+            return []
+        (splits.node,) = drafted.frontier
+        return self._begun(growing)
+
+    def finished(self, growing: GrowingTree) -> DraftTree:
+        if growing.state is None:
+            return DraftTree.chain((growing.after or growing.row.tokens)[-1])
+        return super().finished(growing.state.drafted)
