@@ -210,11 +210,12 @@ def drafter(
     if "mixers" in needs and not choices(model):
         pytest.skip(f"{base}: the layers of {type(model).__name__} have one mixer each")
     if "training" in needs:
-        learner = method.learner()
+        beside = "draft model" in needs
+        learner = method.learner(**({"model": small} if beside else {}))
         with torch.random.fork_rng():
             torch.manual_seed(0)
             learner.begin(model)
-        other = {"model": learner.module, **other}
+        other = {"head" if beside else "model": learner.module, **other}
     if "MTP layers" in needs:
         other = {"model": mtp_head(model), **other}
     if "corpus" in needs:

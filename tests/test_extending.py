@@ -11,10 +11,10 @@ from torch import Tensor
 import truedraft
 from models import ARCHITECTURES, NO_FP64, RECURRENT, V, ragged, tiny
 from truedraft import registry
-from truedraft.runtime._base import GreedyChain
+from truedraft.runtime._base import GreedyChain, Runner
 from truedraft.runtime.programs import PROGRAMS
 from truedraft.targets.hosting import hosted
-from truedraft.tree import DraftTree
+from truedraft.tree import DraftTree, Taps
 
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 4)  # of a tree that grows level by level
 LEVELS = (1, 3, 6, 8)  # its nodes after each pass
@@ -25,6 +25,31 @@ def plain(model: torch.nn.Module, text: list[int]) -> Tensor:
     """Logits of the token after a text, by the model's own forward without a cache."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([text])).logits[0, -1]
+
+
+@pytest.mark.parametrize("runtime", ["auto", "stock"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_hidden_states_behind_earlier_nodes(kind: str, runtime: str) -> None:
+    """At the same nodes as the logits, by plain forwards over their paths; of two layers at once, and of a base runner
+    that computes all nodes again."""
+    model = tiny(kind, torch.float32)
+    target = hosted(model, runtime)
+    target.reserve(2, 64)
+    target.prefill([target.prompt(torch.tensor(text)) for text in PROMPTS])
+    trees = [DraftTree((prompt[-1], 5, 9, 7), (-1, 0, 0, 1)) for prompt in PROMPTS]
+    target.extend([tree.cut(3) for tree in trees], [0, 0], [0, 2])
+    for extend in (target.extend_tapped, partial(Runner.extend, target.runner)):
+        logits, states = extend(trees, [3, 1], [1, 3], Taps((1, -1)))
+        nodes = [(0, 3), (1, 1), (1, 2), (1, 3)]
+        for at, (row, node) in enumerate(nodes):
+            text = [*PROMPTS[row][:-1], *(trees[row].tokens[i] for i in trees[row].path(node))]
+            with torch.no_grad():
+                found = model(input_ids=torch.tensor([text]), output_hidden_states=True)
+            for got, expected in (
+                (logits, found.logits), (states[1], found.hidden_states[1]), (states[-1], found.hidden_states[-1]),
+            ):  # fmt: skip
+                assert len(got) == len(nodes)
+                assert torch.allclose(got[at], expected[0, -1], atol=2e-3, rtol=1e-4)
 
 
 # by the model's own forward, and by compiled passes

@@ -25,9 +25,10 @@ GREEDY: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, pad_token_id=0
 
 
 def learned() -> list[str]:
-    """Drafters of decoders that need training."""
-    methods = {name: registry.method("drafters", name) for name in registry.names("drafters")}
-    return [n for n, m in methods.items() if "training" in m.card.needs and "decoder" not in m.card.cannot]
+    """Drafters of decoders that need training, with heads that read the target."""
+    cards = {name: registry.method("drafters", name).card for name in registry.names("drafters")}
+    heads = [n for n, card in cards.items() if "training" in card.needs and "draft model" not in card.needs]
+    return [n for n in heads if "decoder" not in cards[n].cannot]
 
 
 LEARNED = learned()

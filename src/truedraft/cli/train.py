@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,6 +149,10 @@ def _training(policy: str, spec: str) -> Any:
 
 def _draft(name: str, folder: Path) -> str:
     """The spec of a drafter with a checkpoint."""
+    kind = "views" if registry.is_view(name) else "drafters"
+    method = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0])
+    if "head" in signature(method).parameters:
+        return f"{name}:head={folder}"
     return f"{name}:model={folder}" if "=" in str(folder) else f"{name}:{folder}"
 
 

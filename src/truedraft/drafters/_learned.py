@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.errors import Refused, why
 from truedraft.runtime.identity import fingerprint
@@ -57,6 +57,7 @@ class Learner(ABC):
     """A drafter in training. Subclasses are dataclasses whose fields are the training's knobs.
 
     name: of the drafter.
+    tokenizer: of a model of its own that reads the same tokens, where it is known; set by `begin`.
     module: the trained module; the target's own weights are not part of it.
     needs: what the trainer supplies in `Batch.features`; set by `begin`.
     progress: progress of the training, 0 to 1, kept current by the trainer.
@@ -64,6 +65,7 @@ class Learner(ABC):
 
     name: ClassVar[str]
     module: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None = None
     needs = Taps()
     progress = 0.0
 

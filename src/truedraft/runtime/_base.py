@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -132,16 +132,18 @@ class Runner(ABC):
             Refused: see `reduced`.
         """
 
-    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+    def extend(
+        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Score the nodes of one tree per slot in use behind its first ones, which earlier passes wrote; see
-        `Target.extend`. Here these are computed again.
+        `Target.extend_tapped`. Here these are computed again."""
+        scores = self.score(trees, taps)
+        spans = [slice(len(tree) - count, len(tree)) for tree, count in zip(trees, last, strict=True)]
 
-        Returns:
-            (k, V) logits at the last nodes of each tree, as many as `last` gives.
-        """
-        logits = self.score(trees, Taps()).logits
-        each = zip(logits, trees, last, strict=True)
-        return torch.cat([row[len(tree) - count : len(tree)] for row, tree, count in each])
+        def at_last(rows: Iterable[Tensor]) -> Tensor:
+            return torch.cat([row[span] for row, span in zip(rows, spans, strict=True)])
+
+        return at_last(scores.logits), {layer: at_last(states) for layer, states in scores.hidden.items()}
 
     def extend_greedily(
         self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]

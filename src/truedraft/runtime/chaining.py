@@ -16,7 +16,7 @@ from torch import Tensor
 from truedraft.runtime._base import GreedyChain, Runner
 from truedraft.runtime.native import ChainArguments, Op
 from truedraft.runtime.nodes import Nodes
-from truedraft.tree import DraftTree
+from truedraft.tree import DraftTree, Taps
 from truedraft.views._base import WHOLE, Reduction
 
 
@@ -65,7 +65,9 @@ class ExtendingPass(Runner):
     greedy_chains = True
 
     @abstractmethod
-    def __call__(self, nodes: Nodes, gather: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]: ...
+    def __call__(
+        self, nodes: Nodes, gather: Sequence[int], embeds: Tensor | None = None, hidden: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]: ...
 
     @abstractmethod
     def _execute(self, ops: Array[Op], *args: Any) -> list[list[int]]: ...
@@ -76,13 +78,16 @@ class ExtendingPass(Runner):
     @abstractmethod
     def _stride(self, name: str) -> int: ...
 
-    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+    def extend(
+        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         nodes, gather = Nodes(), list[int]()
         each = zip(self.cache.cursor.lengths, trees, written, last, strict=True)
         for slot, (length, tree, known, count) in enumerate(each):
             nodes.add_tree(slot, length, tree, written=known)
             gather += range(len(nodes) - count, len(nodes))
-        return self(nodes, gather)[0]
+        logits, states = self(nodes, gather, hidden=taps.hidden)
+        return logits, {layer: state[gather] for layer, state in states.items()}
 
     def extend_greedily(
         self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]

@@ -152,16 +152,23 @@ class ForwardPass(Runner):
         return Scores(logits, hidden, [0] * len(trees))
 
     @torch.no_grad()
-    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
+    def extend(
+        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self.check_taps(taps)
         cursor = self.cache.cursor
         first = [min(known, len(tree) - 1) for known, tree in zip(written, trees, strict=True)]
         width = max(len(tree) - begin for begin, tree in zip(first, trees, strict=True))
         nodes = Padded.of(trees, cursor.lengths, width, self.device, first=first).to(self.device)
         extent = max(length + len(tree) for length, tree in zip(cursor.lengths, trees, strict=True))
         cursor.placed(nodes.places, extent)
-        logits, _ = self.forward_nodes(nodes, extent, Taps())
+        logits, states = self.forward_nodes(nodes, extent, taps)
         ends = [len(tree) - begin for begin, tree in zip(first, trees, strict=True)]
-        return torch.cat([row[end - count : end] for row, end, count in zip(logits, ends, last, strict=True)])
+
+        def at_last(rows: Tensor) -> Tensor:
+            return torch.cat([row[end - count : end] for row, end, count in zip(rows, ends, last, strict=True)])
+
+        return at_last(logits), {layer: at_last(states[layer]) for layer in taps.hidden}
 
     @torch.no_grad()
     def queries(self, trees: Sequence[DraftTree]) -> list[Tensor]:

@@ -290,6 +290,15 @@ class Target(Protocol):
             (k, V) logits at these nodes, tree after tree.
         """
 
+    def extend_tapped(
+        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Like `extend`, and the hidden states at the same nodes: layer -> (k, H).
+
+        Raises:
+            Refused: see `check_taps`.
+        """
+
     def extend_greedily(
         self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
     ) -> list[list[int]] | None:

@@ -357,7 +357,12 @@ class DecoderTarget(ViewPasses):
         return self._run(lambda: self.runner.score(trees, self.taps))
 
     def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
-        return self._run(lambda: self.runner.extend(trees, written, last))
+        return self.extend_tapped(trees, written, last, Taps())[0]
+
+    def extend_tapped(
+        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        return self._run(lambda: self.runner.extend(trees, written, last, taps))
 
     def extend_greedily(
         self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]

@@ -23,7 +23,7 @@ from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
 from truedraft.targets.kinds import family_of
 from truedraft.targets.unwrapping import unwrapped
-from truedraft.tree import DraftTree, Row
+from truedraft.tree import DraftTree, Row, Taps
 
 NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
 NOTHING = DraftTree.chain(0)
@@ -214,18 +214,21 @@ class Reader:
         return len(self.written[self.slot_rows.index(row)])
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
+        return self.expand_tapped(growing, Taps())[0]
+
+    def expand_tapped(self, growing: Sequence[GrowingTree], taps: Taps) -> list[Tensor]:
+        """The logits of `expand`, and the model's hidden states at the same nodes, (k, H) by layer of `taps`."""
         slots = self._slots_of(growing)
-        last = [0] * len(self.slot_rows)
-        for slot, tree in zip(slots, growing, strict=True):
-            last[slot] = len(tree.frontier)
+        counts = {slot: len(tree.frontier) for slot, tree in zip(slots, growing, strict=True)}
+        last = [counts.get(slot, 0) for slot in range(len(self.slot_rows))]
         began = any(self._branches[slot].begins for slot in slots)
-        logits = self.texts.logits(self.target.extend(*self._inputs(last), last), self._vocabulary)
+        logits, states = self.target.extend_tapped(*self._inputs(last), last, taps)
         if began:
             self._keep_rooted()
+        found = [self.texts.logits(logits, self._vocabulary), *states.values()]
         if slots == sorted(slots):
-            return logits
-        parts = logits.split(last)
-        return torch.cat([parts[slot] for slot in slots])
+            return found
+        return [torch.cat([one.split(last)[slot] for slot in slots]) for one in found]
 
     def decode_greedily(self, growing: Sequence[GrowingTree], least: float) -> bool:
         """Grow chains of the likeliest tokens from the roots of trees, all levels at once, where there is a faster way
@@ -256,8 +259,7 @@ class Reader:
         """The slots of growing trees, which are followed from now on."""
         slots = [self.slot_rows.index(tree.row) for tree in growing]
         for slot, tree in zip(slots, growing, strict=True):
-            if slot not in self._branches:
-                self._branches[slot] = Branch(tree)
+            self._branches.setdefault(slot, Branch(tree))
         return slots
 
     def _inputs(self, counts: Sequence[int]) -> tuple[list[DraftTree], list[int]]:
