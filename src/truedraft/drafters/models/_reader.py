@@ -88,7 +88,6 @@ class Reader:
     def fit(self, target: Target) -> None:
         """Host the draft model, for a target.
 
-
         Raises:
             Refused: one of the two has an encoder and the other has none, they are on different devices, or the
                 draft model cannot be hosted exactly.
@@ -325,9 +324,9 @@ class Reader:
         """One pass over a tree for each slot; (slots, nodes, n) raw logits of the n tokens that are drafted."""
         return self.texts.logits(self.target.score(trees).logits, self._vocabulary)
 
-    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Commit the first nodes of each slot's last pass, a chain of these tokens."""
-        self.target.commit([range(len(kept)) for kept in tokens])
+    def keep(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]] = ()) -> None:
+        """Commit nodes of each slot's last pass with these tokens: its first ones, a chain, or those of `paths`."""
+        self.target.commit(paths or [range(len(kept)) for kept in tokens])
         for written, kept in zip(self.written, tokens, strict=True):
             written += kept
 
@@ -356,7 +355,7 @@ class Branch:
         count: nodes of the frontier, which the pass reads; at first with the tokens before the root.
         """
         tree, written = self.tree, len(self.nodes)
-        self.add(range(tree.root + 1) if self.begins else tree.frontier if count else ())
+        self.add((*range(tree.root), *tree.frontier) if self.begins else tree.frontier if count else ())
         return DraftTree(tuple([tree.ids[node] for node in self.nodes]), tuple(self.parent)), written
 
     def add(self, nodes: Sequence[int]) -> None:
@@ -376,7 +375,8 @@ class Branch:
         """Begin at the root; returns the tokens before it, if there are any, which the cache keeps."""
         count = self.place[self.tree.root]
         if count:
-            self.nodes, self.parent, self.place = [self.tree.root], [-1], {self.tree.root: 0}
+            self.nodes, self.parent = self.nodes[count:], [max(place - count, -1) for place in self.parent[count:]]
+            self.place = {node: place for place, node in enumerate(self.nodes)}
         return self.tree.ids[:count]
 
     def path_along(self, text: Sequence[int]) -> list[int]:
