@@ -8,10 +8,10 @@ model. What the target would have chosen in rejected tokens and phrases corrects
 namespace.
 
 It wins where a pass of either model over some hundred nodes costs little more than over one, as on a GPU, and where
-texts resemble those before them. On a few cores the window is dear (`window=0` leaves it out, and long drafts fill the pool
-by their corrections alone); on texts that repeat themselves, copying is cheaper. Phrases are corrected at a rejected token
-only behind `phrase` tokens more, so with the published `length` of 4 corrections come from the branches alone. Drafts
-are point masses, which every rule but `k-seq` accepts.
+texts resemble those before them. On a few cores the window is dear (`window=0` leaves it out, and then only what
+corrects long drafts fills the pool); on texts that repeat themselves, copying is cheaper. A rejected token begins a
+phrase only if `phrase` tokens of the draft are behind it, so with the published `length` of 4 the pool is corrected by
+the branches alone. Drafts are point masses, which every rule but `k-seq` accepts.
 """
 
 from __future__ import annotations
