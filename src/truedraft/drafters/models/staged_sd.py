@@ -56,7 +56,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # by level; published: more early, fewer deep
-    least: float = knob(0.01, 0, 1)  # probability of a path that is drafted; unpublished
+    least: float = knob(0.001, 0, 1)  # probability of a path that is drafted; unpublished
     guesses: int = knob(16, 0, 512)  # nodes that the table adds to a pass of the draft model; unpublished
     contexts: int = knob(65_536, 1, 4_194_304)  # of the table, least recently counted forgotten first; unpublished
     namespaces: int = knob(16, 1, 65_536)  # with a table each, least recently used evicted first; published: one
