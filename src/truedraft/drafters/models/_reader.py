@@ -326,9 +326,9 @@ class Reader:
         """One pass over a tree for each slot; (slots, nodes, n) raw logits of the n tokens that are drafted."""
         return self.texts.logits(self.target.score(trees).logits, self._vocabulary)
 
-    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Commit the first nodes of each slot's last pass, a chain of these tokens."""
-        self.target.commit([range(len(kept)) for kept in tokens])
+    def keep(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]] = ()) -> None:
+        """Commit nodes of each slot's last pass with these tokens: its first ones, a chain, or those of `paths`."""
+        self.target.commit(paths or [range(len(kept)) for kept in tokens])
         for written, kept in zip(self.written, tokens, strict=True):
             written += kept
 

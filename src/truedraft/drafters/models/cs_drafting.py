@@ -15,21 +15,19 @@ accepts; under rules that verify drawn drafts against their distribution, more o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from truedraft import registry
 from truedraft.card import Card, knob
-from truedraft.chance import likeliest
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._candidates import keys_of
-from truedraft.drafters._growing import NODES, laws_of
+from truedraft.drafters._growing import NODES
 from truedraft.drafters._joint import Joint
 from truedraft.drafters.models._model import unnamed
+from truedraft.drafters.models._nested import GrowingChain, verified
 from truedraft.drafters.models._reader import Reader, loaded
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
@@ -39,31 +37,6 @@ LENGTHS = (
     "a row for the target and one for each draft model, each a length shorter than the one before, as in '13x10;10', "
     f"with 1 to {NODES:,} tokens in all for the target"
 )
-
-
-@dataclass(eq=False)
-class GrowingChain:
-    """One row's draft while it grows.
-
-    most: most tokens of it. drafted: its tokens. over: whether it has ended, so that no token may follow.
-    """
-
-    row: Row
-    most: int
-    drafted: list[int] = field(default_factory=list)
-    over: bool = False
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens up to one that ends the text, or to -1, which ends the draft."""
-        for token in tokens:
-            if not self.over:
-                self.over = token < 0 or token in self.row.ends
-                self.drafted += [token] if token >= 0 else []
-
-    def truncate(self, length: int) -> list[int]:
-        """Remove and return its tokens beyond the first `length`."""
-        later, self.drafted, self.over = self.drafted[length:], self.drafted[:length], False
-        return later
 
 
 @dataclass
@@ -165,13 +138,9 @@ class CsDrafting(Joint):
             while short := [
                 draft
                 for draft, goal in zip(drafts, goals, strict=True)
-                if len(draft.drafted) < goal and not draft.over and self._readable(k, draft)
+                if len(draft.drafted) < goal and not draft.over and draft.readable(self._readers[k])
             ]:
                 self._verify(k, short)
-
-    def _readable(self, k: int, draft: GrowingChain) -> bool:
-        reader = self._readers[k]
-        return draft.row in reader.slot_rows and reader.fits(draft.row, draft.most)
 
     def _extend_by_bottom(self, draft: GrowingChain, goal: int) -> None:
         """Append the bottom's draft: of a tree, the path of most confidence."""
@@ -188,49 +157,9 @@ class CsDrafting(Joint):
         before = [len(draft.drafted) for draft in drafts]
         self._grow(k + 1, drafts)
         candidates = [draft.truncate(n) for draft, n in zip(drafts, before, strict=True)]
-        reader = self._readers[k]
-        slots = [reader.slot_rows.index(draft.row) for draft in drafts]
-        texts: list[list[int] | None] = [None] * len(reader.slot_rows)
-        for slot, draft in zip(slots, drafts, strict=True):
-            texts[slot] = draft.row.tokens + draft.drafted
-        reader.follow(texts)
-        read: list[list[int]] = [
-            [] if text is None else text[len(written) :] for text, written in zip(texts, reader.written, strict=True)
-        ]
-        predicted = self._predicted(drafts, candidates, reader, read, slots)
-        for slot, draft, proposal in zip(slots, drafts, candidates, strict=True):
-            mine = list(islice(predicted, len(proposal) + 1))
-            agreed = next((n for n, (a, b) in enumerate(zip(proposal, mine, strict=False)) if a != b), len(proposal))
-            draft.append(mine[: agreed + 1])
-            read[slot] += proposal[:agreed]
-        reader.keep(read)
-
-    def _predicted(
-        self, drafts: Sequence[GrowingChain], candidates: Sequence[list[int]], reader: Reader, read: list[list[int]],
-        slots: Sequence[int],
-    ) -> Iterator[int]:  # fmt: skip
-        """A draft model's next tokens after each draft and after each of its candidate tokens, in one pass.
-
-        A candidate is predicted if it has the largest probability after multiplication by `lenience`. -1 where no
-        token is allowed.
-
-        read: by slot, the tokens of the row and its draft that the model has not read.
-        """
-        chains = [list(new) for new in read]
-        for slot, proposal in zip(slots, candidates, strict=True):
-            chains[slot] += proposal
-        logits = reader.read(chains)
-        at = [(i, n) for i, proposal in enumerate(candidates) for n in range(1 + len(proposal))]
-        rows, contexts = [drafts[i].row for i, _ in at], [drafts[i].drafted + candidates[i][:n] for i, n in at]
-        logits = logits[[slots[i] for i, _ in at], [len(read[slots[i]]) - 1 + n for i, n in at]]
-        laws = laws_of(rows, contexts, logits)
-        proposed = [(k, candidates[i][n]) for k, (i, n) in enumerate(at) if n < len(candidates[i])]
-        laws[[k for k, _ in proposed], [token for _, token in proposed]] *= self.lenience
-        keys = [
-            keys_of(self, row, law, [len(context)])[0]
-            for row, law, context in zip(rows, laws.split(1), contexts, strict=True)
-        ]
-        return iter([(likeliest(some, 1) or [-1])[0] for some in keys])
+        trees = [DraftTree.chain(draft.last, proposal) for draft, proposal in zip(drafts, candidates, strict=True)]
+        for draft, one in zip(drafts, verified(self, self._readers[k], drafts, trees, self.lenience), strict=True):
+            draft.append(one.tokens)
 
 
 def table_of(text: str) -> list[list[int]]:
