@@ -40,6 +40,8 @@ def chain_rule(
 SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
     "deer": {"depth": 2},
     "draft-model": {"length": 2},
+    "pearl": {"length": 2},
+    "mirror-sd": {"length": 2},
     "super-apriel": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},

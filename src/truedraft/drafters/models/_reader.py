@@ -356,7 +356,7 @@ class Branch:
         count: nodes of the frontier, which the pass reads; at first with the tokens before the root.
         """
         tree, written = self.tree, len(self.nodes)
-        self.add(range(tree.root + 1) if self.begins else tree.frontier if count else ())
+        self.add([*range(tree.root), *tree.frontier] if self.begins else tree.frontier if count else ())
         return DraftTree(tuple([tree.ids[node] for node in self.nodes]), tuple(self.parent)), written
 
     def add(self, nodes: Sequence[int]) -> None:
@@ -376,7 +376,8 @@ class Branch:
         """Begin at the root; returns the tokens before it, if there are any, which the cache keeps."""
         count = self.place[self.tree.root]
         if count:
-            self.nodes, self.parent, self.place = [self.tree.root], [-1], {self.tree.root: 0}
+            self.nodes, self.parent = self.nodes[count:], [-1, *(above - count for above in self.parent[count + 1 :])]
+            self.place = {node: place for place, node in enumerate(self.nodes)}
         return self.tree.ids[:count]
 
     def path_along(self, text: Sequence[int]) -> list[int]:
