@@ -72,4 +72,5 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def _set_up(threads: int) -> None:
     torch.set_grad_enabled(False)
+    torch.get_num_threads()  # the first use of it in a thread would undo what follows
     torch.set_num_threads(threads)

@@ -95,7 +95,8 @@ class OverlappingDrafter(ChainDrafter):
                 known = known or list(drafts[i].tokens[1:])
                 drafts[i] = DraftTree.chain(row.tokens[-1], known[: min(budget[i], self.width)])
                 overlapped.append(self._continued(row, known))
-        self._worker.start(self._levels(overlapped))
+        if overlapped:
+            self._worker.start(self._levels(overlapped))
         return drafts
 
     def _count(self, drafted: Sequence[Sequence[int] | None], budget: Sequence[int]) -> None:
