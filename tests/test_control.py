@@ -256,7 +256,7 @@ def test_the_curve_interpolates_linearly() -> None:
 class ExpensiveDrafter:
     """A drafter every level of which costs a pass of a model."""
 
-    width, prior_confidence, autoregressive, adaptive = 8, 0.7, True, False
+    width, prior_confidence, autoregressive, adaptive, overlapped = 8, 0.7, True, False, False
 
 
 class AdaptiveDrafter(ExpensiveDrafter):
@@ -281,6 +281,34 @@ def test_drafts_that_cost_passes_are_sized_before_they_are_made(right: bool, mos
         row.tokens += [2] * len(kept) if right else [3]
         control.observe([row], [tree], [])
     assert (drafted / 200 >= 4) if right else (drafted / 200 <= most)
+
+
+class OverlappedDrafter(ExpensiveDrafter):
+    """One that drafts while passes run."""
+
+    overlapped = True
+
+
+@pytest.mark.parametrize(("slowed", "least", "most"), [(1.0, 0.9, 1.0), (1.5, 0.0, 0.2)])
+def test_what_drafting_adds_to_passes_is_counted_though_they_verify_nothing(
+    slowed: float, least: float, most: float
+) -> None:
+    """In three passes of four no draft is ready; those are no measure of passes without drafts."""
+    drafter = OverlappedDrafter()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control.start([row])
+    requested = 0
+    for number in range(1000):
+        (size,) = control.budget([row])
+        requested += size > 0
+        made = min(size, 1) if number % 4 == 0 else 0
+        tree = DraftTree.chain(row.tokens[-1], [2] * made)
+        kept = control.prune([row], [tree])[0]
+        spend(control, target=slowed if size else 1.0)
+        row.tokens += [2] * len(kept)
+        control.observe([row], [tree], [])
+        assert control._costs(1) == pytest.approx(1.0)
+    assert least <= requested / 1000 <= most
 
 
 @pytest.mark.parametrize(("right", "most"), [(True, 1.0), (False, 0.15)])

@@ -41,6 +41,8 @@ SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enume
     "deer": {"depth": 2},
     "draft-model": {"length": 2},
     "specdec-pp": {"length": 3, "threshold": 0.9},
+    "pearl": {"length": 2},
+    "mirror-sd": {"length": 2},
     "super-apriel": {"length": 2},
     "gumbel-top-k": {"branches": "2x1"},
     "stochastic-beam": {"beam": 2, "length": 2},

@@ -64,7 +64,7 @@ class DrafterState:
         """
         self.padded = padded
         self.width, self.autoregressive, self.lockstep = drafter.width, drafter.autoregressive, lockstep
-        self.adaptive = drafter.adaptive
+        self.adaptive, self.overlapped = drafter.adaptive, drafter.overlapped
         self.probing.begin()
         if self.width:
             drafter.pass_cost = passes.per_node(1, 1)
@@ -327,7 +327,8 @@ class Drafts:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
             state.probing.observe(emitted / rows, cost)
-        if tokens > rows or passes.carried:  # time to emit as many tokens without these drafts, and earlier ones
+        # time to emit as many tokens without these drafts, and earlier ones
+        if tokens > rows or passes.carried or state.overlapped:
             without = given / (given - emitted + rows) * passes.without_carry(width - tokens + rows)
             state.lost = min(spent, HICCUP * cost) - without
 

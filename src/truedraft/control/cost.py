@@ -232,7 +232,7 @@ class Cost(Control):
 
     def _learn(self, spent: float, rows: int) -> None:
         """Update costs and acceptance by a pass of `spent` seconds."""
-        costs, tokens, exploring = self._costs, rows, False
+        costs, tokens, exploring, overlapped = self._costs, rows, False, False
         if costs.target is None or costs.target.cold:
             return
         if self._requested:
@@ -243,7 +243,9 @@ class Cost(Control):
                 if costs.measured and drafts.state.requested:
                     drafts.learn(costs, spent + costs.outside, own, whole)
                 exploring |= drafts.exploring
-        costs.learn(tokens, spent, EXPLORING if exploring else self.rate)
+                overlapped |= drafts.state.overlapped and drafts.state.requested
+        if tokens > rows or not overlapped:  # else it is no step without drafts, though it verified none
+            costs.learn(tokens, spent, EXPLORING if exploring else self.rate)
 
     def end(self, row: Row) -> None:
         self._changed()

@@ -51,6 +51,7 @@ class Drafter(ABC):
     autoregressive: whether every level of a draft costs a pass of a model.
     reads_texts: whether passes of a model read the text of a row before the first draft for it.
     adaptive: whether it ends a draft where further levels would cost more than they save, by `pass_cost`.
+    overlapped: whether it drafts on while a pass runs, which may then take longer than without it.
     pass_cost: the cost of passes, where drafts have to pay for their own time; else None.
     learner: its training, if it is trained (`truedraft train`).
     bound: the target of the last `bind`.
@@ -66,6 +67,7 @@ class Drafter(ABC):
     autoregressive: bool = False
     reads_texts: bool = False
     adaptive: bool = False
+    overlapped: bool = False
     pass_cost: PassCost | None = None
     learner: ClassVar[type[Learner] | None] = None
     bound: Bound | None = None

@@ -59,6 +59,10 @@ class Joint(Drafter):
         return self.autoregressive and all(part.adaptive for part in self.parts if part.autoregressive)
 
     @property
+    def overlapped(self) -> bool:  # type: ignore[override]
+        return any(part.overlapped for part in self.parts)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:  # type: ignore[override]
         return next((part.tokenizer for part in self.parts if part.tokenizer is not None), None)
 

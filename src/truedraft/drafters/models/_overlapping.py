@@ -1,0 +1,198 @@
+"""Base class of drafters whose draft model goes on while the target's pass verifies what it has drafted so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truedraft.card import method_name
+from truedraft.chance import likeliest
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._worker import Worker
+from truedraft.drafters.models._model import ChainDrafter
+from truedraft.errors import Refused
+from truedraft.targets._base import Target
+from truedraft.tree import Accepted, DraftTree, Row, Scores
+
+
+class OverlappingDrafter(ChainDrafter):
+    """Drafts chains; a thread continues them while the target's pass runs, and the pass decides what of that is ready.
+
+    A draft is ready where all tokens that the pass emitted had been drafted: it is what follows them. Where none is,
+    the pass verifies the `serial` first tokens of a new draft, and the thread drafts on behind these. The thread works
+    from the end of `propose` to `observe`, on the draft model's own cache and on trees that nobody else reads
+    meanwhile; it draws no random numbers and calls no processors but those that read scores alone.
+
+    How far it gets depends on time, and so do the drafts. A text does not: the thread drafts only for rows whose rule
+    emits the same tokens whatever is drafted. For others, and where processors read the text, whole drafts are made
+    before the pass, as by `draft-model`.
+
+    A subclass grows trees (`grow`): first from all nodes of what is drafted already, the root included, then by levels.
+
+    Fields of every subclass: length (tokens verified by a pass at most), serial, threads (of the draft model's passes
+    meanwhile).
+
+    requested, ready: drafts that were requested for such rows so far, and those that were ready.
+    """
+
+    overlapped = True
+    confidence = 0.0
+    serial: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requested = self.ready = 0
+        self._worker = Worker(self.threads)
+        self._running: set[Row] = set()
+        self._trees: dict[Row, tuple[GrowingTree, int]] = {}  # the latest of a row, its tokens before that
+        self._noise: dict[Row, dict[int, Tensor]] = {}  # by step, (V,) noise that the target draws with
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if (device := self.reader.target.device).type != "cpu":
+            raise Refused(
+                f"{method_name(self)} drafts on some cores of the CPU while others verify, and the draft model is on "
+                f"{device}: use draft-model"
+            )
+        self._like = torch.empty(0, target.vocabulary)
+
+    @property
+    def levels(self) -> int:
+        return 2 * self.length + 1  # verified, the bonus token, and as many behind it
+
+    @property
+    def expansions(self) -> int:
+        """Most nodes of what the thread grows, and the draft that it continues."""
+        return self.levels
+
+    def start(self, rows: Sequence[Row]) -> None:
+        self._worker.stop()
+        self._running |= set(rows)
+        super().start(rows)
+
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        self._worker.stop()
+        if not any(budget):
+            return [DraftTree.chain(row.tokens[-1]) for row in rows]
+        self.reader.catch_up(rows)
+        drafted = [self._drafted(row) if self._overlaps(row) else None for row in rows]
+        self._count(drafted, budget)
+        trees = [
+            self._growing(row, most if known is None else 0 if known else min(most, self.serial))
+            for row, most, known in zip(rows, budget, drafted, strict=True)
+        ]
+        read = any(tree.frontier for tree in trees)
+        drafts = self._grown(trees)
+        if read:
+            self.reader.catch_up(rows)  # the thread reads drafts from their roots on
+        overlapped: list[GrowingTree] = []
+        for i, (row, known) in enumerate(zip(rows, drafted, strict=True)):
+            if known is not None and budget[i] > 0:
+                known = known or list(drafts[i].tokens[1:])
+                drafts[i] = DraftTree.chain(row.tokens[-1], known[: min(budget[i], self.width)])
+                overlapped.append(self._continued(row, known))
+        if overlapped:
+            self._worker.start(self._levels(overlapped))
+        return drafts
+
+    def _count(self, drafted: Sequence[Sequence[int] | None], budget: Sequence[int]) -> None:
+        requested = [known for known, most in zip(drafted, budget, strict=True) if known is not None and most > 0]
+        self.requested += len(requested)
+        self.ready += sum(map(bool, requested))
+
+    def _overlaps(self, row: Row) -> bool:
+        """Whether the thread may draft for a row."""
+        return row.request.rule.guarantee == "tokens" and row.request.laws.drafts_pointwise
+
+    def _drafted(self, row: Row) -> list[int]:
+        """What was drafted behind a row's tokens; nothing where it has emitted others."""
+        if row not in self._trees:
+            return []
+        growing, length = self._trees[row]
+        node: int | None = growing.root
+        for token in row.tokens[length:]:
+            node = next((child for child in _children(growing, node) if growing.tokens[child] == token), None)
+            if node is None:
+                return []
+        tokens: list[int] = []
+        while below := _children(growing, node):
+            node = below[0]
+            tokens.append(growing.tokens[node])
+        return tokens
+
+    def _continued(self, row: Row, drafted: Sequence[int]) -> GrowingTree:
+        """A row's draft as the thread continues it."""
+        growing = self._growing(row, self.width)
+        growing.room = self.expansions
+        if growing.frontier:
+            growing.state = self._noise_of(row, growing.deepest)
+            node = growing.root
+            for token in drafted:
+                (node,) = growing.add(node, [token])
+            growing.end_level([node])
+            if growing.frontier:
+                growing.frontier = list(range(growing.root, node + 1))
+        self._trees[row] = growing, len(row.tokens)
+        return growing
+
+    def _noise_of(self, row: Row, depth: int) -> dict[int, Tensor]:
+        """By depth, the (V,) noise that the target draws the row's next tokens with; empty where drafts are chosen
+        without."""
+        if self.preferred(row) != "noise" or row.request.laws.unknown_processors:
+            return {}
+        steps = range(row.step, row.step + depth)
+        known = {step: noise for step, noise in self._noise.get(row, {}).items() if step >= row.step}
+        if new := [step for step in steps if step not in known]:
+            noise = row.request.chance.target_noise(row, [step - row.step for step in new], self._like)
+            if noise is None:
+                return {}
+            known |= zip(new, noise, strict=True)
+        self._noise[row] = known
+        return {step - row.step: known[step] for step in steps}
+
+    def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
+        if growing.state is None:
+            return super().chosen(growing, node, law, count)
+        return likeliest(self.keys(growing, node, law), count)
+
+    @staticmethod
+    def keys(growing: GrowingTree, node: int, law: Tensor) -> Tensor:
+        """(V,) what tokens below a node of the thread's trees are ranked by, see `keys_of`. law: (V,)."""
+        noise: Tensor | None = growing.state.get(growing.depth[node])
+        return law if noise is None else law / noise
+
+    def _levels(self, trees: Sequence[GrowingTree]) -> Iterator[None]:
+        """Grow trees level by level, as long as they grow."""
+        while active := [tree for tree in trees if tree.frontier]:
+            self._level(active)
+            yield
+
+    def extend_each(
+        self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
+    ) -> list[DraftTree]:
+        self._worker.stop()
+        return super().extend_each(rows, after, budget)
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        self._worker.stop()
+
+    def end(self, row: Row) -> None:
+        self._running.discard(row)
+        if not self._running:
+            self._worker.close()
+        try:
+            self._worker.stop()
+        finally:
+            for kept in (self._trees, self._noise):
+                kept.pop(row, None)
+            super().end(row)
+
+
+def _children(growing: GrowingTree, node: int) -> list[int]:
+    return [child for child in range(node + 1, len(growing.tokens)) if growing.parent[child] == node]

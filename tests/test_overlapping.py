@@ -1,0 +1,316 @@
+"""Drafting while the target's pass runs: any progress of the thread, its exceptions, and what is left of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from heapq import nlargest
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import truedraft
+from models import ragged, sibling, tiny
+from nets import SEED, generated
+from truedraft import DraftTree, Refused, registry
+from truedraft.drafters._worker import Worker
+from truedraft.drafters.models._overlapping import OverlappingDrafter
+from truedraft.drafters.models._reader import Reader
+from truedraft.tree import Row
+
+METHODS = ["pearl", "mirror-sd"]
+TOKENS = 30
+
+
+class Paced(Worker):
+    """Makes random numbers of steps, from none to all, when it is stopped, in the thread that stops it."""
+
+    def __init__(self, seed: int, most: int = 9):
+        super().__init__(1)
+        self.random, self.most = random.Random(seed), most
+        self.steps: Iterator[Any] = iter(())
+
+    def start(self, steps: Iterator[Any]) -> None:
+        self.steps = steps
+
+    def stop(self) -> None:
+        steps, self.steps = self.steps, iter(())
+        for _ in range(self.random.randint(0, self.most)):
+            next(steps, None)
+
+    def close(self) -> None:
+        self.steps = iter(())
+
+
+class Whole(Paced):
+    """Makes all steps."""
+
+    def stop(self) -> None:
+        list(self.steps)
+
+
+@cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target, and a draft model that is often right and often wrong about it."""
+    model = tiny(dtype=torch.float32)
+    return model, sibling(model)
+
+
+def drafting(name: str, small: PreTrainedModel | None = None, **knobs: Any) -> Any:
+    return registry.load("drafters", name, model=small or models()[1], **knobs)
+
+
+def accelerated(draft: OverlappingDrafter, **settings: Any) -> Any:
+    return truedraft.accelerate(models()[0], draft=draft, **{"control": "fixed", **settings})
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("truedraft-draft")]
+
+
+def check_text(fast: Any, rows: int, **settings: Any) -> None:
+    given = {"max_new_tokens": TOKENS, "pad_token_id": 0, **settings}
+    inputs = ragged(models()[0], rows)
+    expected = generated(models()[0], inputs, **given)
+    torch.manual_seed(SEED)
+    assert torch.equal(fast.generate(**inputs, **given), expected.text)
+    assert torch.equal(torch.get_rng_state(), expected.state), "the thread has drawn random numbers"
+
+
+@cache
+def continued(tokens: tuple[int, ...], count: int) -> list[int]:
+    """What the draft model generates by itself."""
+    made = models()[1].generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return made[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}])
+@pytest.mark.parametrize("knobs", [{}, {"serial": 2, "length": 3}], ids=["", "serial"])
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_and_drafts_do_not_depend_on_how_far_the_thread_gets(
+    name: str, knobs: dict[str, int], settings: dict[str, Any]
+) -> None:
+    """At any progress the text is the target's, and a draft is what the draft model generates behind the text."""
+    draft = drafting(name, **knobs)
+    propose, seen = draft.propose, list[tuple[tuple[int, ...], tuple[int, ...]]]()
+
+    def noted(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        trees: list[DraftTree] = propose(rows, budget)
+        seen.extend((tuple(row.tokens), tree.tokens[1:]) for row, tree in zip(rows, trees, strict=True))
+        return trees
+
+    draft.propose = noted
+    fast = accelerated(draft)
+    for seed in range(4):
+        draft._worker = Paced(seed)
+        check_text(fast, 1 + seed % 3, **settings)
+    lengths = {len(drafted) for _, drafted in seen}
+    assert 0 < draft.ready < draft.requested and len(lengths) > 2, "progress differs"
+    if not settings["do_sample"]:
+        wrong = [(text, drafted) for text, drafted in seen if continued(text, draft.length)[: len(drafted)] != [*drafted]]
+        assert not wrong
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_draft_is_ready_whenever_the_draft_model_was_right(name: str, sample: bool) -> None:
+    """The target drafts for itself, by the same noise, and a pass ends when the thread has nothing left to do."""
+    draft = drafting(name, models()[0], length=4, serial=0)
+    draft._worker = Whole(0)
+    check_text(fast := accelerated(draft), 1, do_sample=sample)
+    assert draft.ready == draft.requested - 1, "all but the first"
+    assert len(fast.report().passes) == 2 + -(-(TOKENS - 2) // (4 + 1))  # the prompt, one without a draft, full ones
+
+
+def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is ready if a pass ends with one of the likeliest pairs of accepted prefix and correction, by a plain
+    forward of the draft model over the draft."""
+    _, small = models()
+    draft = drafting("mirror-sd", length=3, branches=1, serial=0)
+    draft._worker = Whole(0)
+    continued_ = OverlappingDrafter._continued
+    calls: list[tuple[list[int], list[int]]] = []
+
+    def noted(self: OverlappingDrafter, row: Row, drafted: Sequence[int]) -> Any:
+        calls.append((list(row.tokens), list(drafted)))
+        return continued_(self, row, drafted)
+
+    monkeypatch.setattr(OverlappingDrafter, "_continued", noted)
+    check_text(accelerated(draft), 1, do_sample=False, max_new_tokens=60)
+    found, corrected = [], 0
+    for (text, drafted), (later, ready) in zip(calls, calls[1:], strict=False):
+        with torch.no_grad():
+            logits = small(torch.tensor([text + drafted])).logits[0, len(text) - 1 :]
+        laws, right, pairs = logits.float().softmax(-1), 1.0, []
+        chain = [*drafted, int(laws[-1].argmax())]
+        for place, (law, token) in enumerate(zip(laws, chain, strict=True)):
+            pairs += [(right * float(p), (*chain[:place], t)) for t, p in enumerate(law) if t != token]
+            right *= float(law[token])
+        emitted = tuple(later[len(text) :])
+        likely = {emitted for _, emitted in nlargest(1, pairs)}
+        found.append((bool(ready), emitted == tuple(chain[: len(emitted)]) or emitted in likely))
+        corrected += emitted in likely
+    assert all(was == expected for was, expected in found)
+    assert corrected >= 2 and not all(was for was, _ in found), "there were both outcomes"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_are_right_at_random_delays_of_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = drafting(name, length=4)
+    fast, delays = accelerated(draft), random.Random(3)
+    score, level = fast.target.score, draft._level
+
+    def delayed(f: Callable[..., Any], most: float) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            time.sleep(delays.choice([0.0, 0.0, 0.3, 1.0]) * most)
+            result = f(*args)
+            time.sleep(delays.choice([0.0, 0.0, 0.3, 1.0]) * most)
+            return result
+
+        return call
+
+    monkeypatch.setattr(fast.target, "score", delayed(score, 0.004))
+    monkeypatch.setattr(draft, "_level", delayed(level, 0.001))
+    for turn in range(12):
+        check_text(fast, 1 + turn % 3, do_sample=turn % 2 == 1)
+        assert not threads()
+    assert 0 < draft.ready < draft.requested
+
+
+def test_the_thread_drafts_while_the_pass_runs_and_stops_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that waits for three levels ends, whatever is left to do, and no level begins afterwards."""
+    draft = drafting("pearl", models()[0], length=64)
+    fast, reached, made = accelerated(draft), threading.Semaphore(0), list[int]()
+    score, level = fast.target.score, draft._level
+
+    def counted(active: Any) -> None:
+        assert threading.current_thread() in threads()
+        assert not torch.is_grad_enabled() and torch.get_num_threads() == draft.threads
+        level(active)
+        made.append(1)
+        reached.release()
+        time.sleep(0.01)
+
+    def waiting(trees: Any) -> Any:
+        if passes.append(1) or len(passes) <= 3:
+            assert all(reached.acquire(timeout=20) for _ in range(3)), "no thread runs beside the pass"
+        return score(trees)
+
+    def stopped(*args: Any) -> None:
+        observe(*args)
+        before = len(made)
+        time.sleep(0.03)
+        assert len(made) == before, "a level began after the pass"
+        while reached.acquire(blocking=False):
+            pass
+
+    observe, passes = draft.observe, list[int]()
+    monkeypatch.setattr(draft, "_level", counted)
+    monkeypatch.setattr(fast.target, "score", waiting)
+    monkeypatch.setattr(draft, "observe", stopped)
+    check_text(fast, 1, do_sample=False)
+    assert len(passes) > 3
+
+
+@pytest.mark.parametrize("where", ["level", "pass", "interrupted pass"])
+def test_exceptions_are_raised_and_leave_no_thread(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = drafting("pearl")
+    fast = accelerated(draft)
+    error = KeyboardInterrupt() if where == "interrupted pass" else RuntimeError("planted")
+    of, name = (draft, "_level") if where == "level" else (fast.target, "score")
+    working, calls, alive = getattr(of, name), [0], list[int]()
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        alive.append(len(threads()))
+        if calls[0] == 4:
+            raise error
+        return working(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(of, name, failing)
+        with pytest.raises(type(error)):
+            fast.generate(**ragged(models()[0], 2), max_new_tokens=TOKENS, do_sample=False)
+    assert max(alive) == 1 and not threads()
+    assert not draft._trees and not draft._noise and not draft._running and not draft.reader.slot_rows
+    check_text(fast, 2, do_sample=False)
+
+
+def test_an_exception_of_the_thread_ends_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft = models()[0], drafting("pearl")
+    ids = ragged(model, 1)["input_ids"]
+    given: dict[str, Any] = dict(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **given)[0, ids.shape[1] :].tolist()
+
+    def broken(active: Any) -> None:
+        raise RuntimeError("planted")
+
+    with truedraft.accelerate(model, draft=None).engine(max_rows=3, max_tokens=256) as engine:
+        monkeypatch.setattr(draft, "_level", broken)
+        failed, other = (engine.add_request(ids[0], **given, draft=one) for one in (draft, drafting("pearl")))
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert str(failed.error) == "planted" and other.tokens == expected and not threads()
+
+
+def test_rows_that_leave_stop_the_thread() -> None:
+    model, draft = models()[0], drafting("pearl")
+    with truedraft.accelerate(model, draft=None).engine(max_rows=2, max_tokens=256) as engine:
+        ids = ragged(model, 1)["input_ids"][0]
+        requests = [engine.add_request(ids, max_new_tokens=99, do_sample=False, draft=draft) for _ in range(2)]
+        for request in requests:
+            for _ in range(4):
+                engine.step()
+            assert len(threads()) == 1
+            engine.abort_request(request)
+        assert not threads()
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [("rejection", {"do_sample": True}), ("greedy", {"do_sample": False, "repetition_penalty": 1.3})],
+)
+def test_where_a_text_would_depend_on_time_drafts_are_made_before_the_pass(
+    rule: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules whose text depends on the drafts, and processors that read the text: as with `draft-model`, to the pass."""
+    monkeypatch.setattr(Worker, "start", lambda worker, steps: pytest.fail("a thread has begun"))
+    given = {**ragged(models()[0], 2), "max_new_tokens": TOKENS, "pad_token_id": 0, **settings}
+    outcomes = []
+    for draft in (drafting("pearl", length=4), drafting("draft-model", length=4)):
+        fast = accelerated(draft, rule=rule)
+        outcomes.append((fast.generate(**given, seed=7).tolist(), fast.report().passes))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_the_number_of_threads_elsewhere_is_not_changed() -> None:
+    before, counts = torch.get_num_threads(), dict[str, int]()
+    try:
+        torch.set_num_threads(3)
+        worker = Worker(2)
+        counted = threading.Event()
+        worker.start(counts.update(own=torch.get_num_threads()) or counted.set() for _ in range(1))
+        assert counted.wait(20)
+        worker.stop()
+        other = threading.Thread(target=lambda: counts.update(other=torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert counts == {"own": 2, "other": 3} and torch.get_num_threads() == 3
+        worker.close()
+        assert not threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_draft_model_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "fit", lambda reader, target: None)
+    draft = drafting("pearl")
+    draft.reader._hosted = SimpleNamespace(device=torch.device("cuda:0"))
+    with pytest.raises(Refused, match="pearl drafts on some cores .* the draft model is on cuda:0: use draft-model"):
+        accelerated(draft)
