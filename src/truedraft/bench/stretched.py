@@ -97,7 +97,7 @@ class Stretch:
         Raises:
             Refused: its width is not that of the original.
         """
-        larger = rebuilt(self._enlarged(head.record()))  # type: ignore[operator]
+        larger = rebuilt(self.enlarged(head.record()))  # type: ignore[operator]
         own, found = head.state_dict(), {}
         rescales = any(name.endswith("q_norm.weight") for name in own)
         for name, empty in larger.state_dict().items():
@@ -116,12 +116,12 @@ class Stretch:
         larger.load_state_dict(found)
         return larger
 
-    def _enlarged(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def enlarged(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The record of a head with the sizes of the stretched model."""
         found = dict(record)
         for name, value in record.items():
             if isinstance(value, Mapping):
-                found[name] = self._enlarged(value)
+                found[name] = self.enlarged(value)
             elif name == "layers":
                 found[name] = tuple(self.layers[layer] for layer in value)
             elif name == "skip":

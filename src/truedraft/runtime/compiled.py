@@ -337,17 +337,16 @@ class CompiledPass(ExtendingPass):
         """Allocate buffers for that many nodes; zeros, because padding of a row must stay zero."""
         if nodes <= self._arena:
             return
-        self._arena = max(nodes, 2 * self._arena, TOGETHER)
-        names = list(self.program.widths)
+        arena, self._arena, self._storage = buffer_rows(nodes, self._arena, TOGETHER), 0, []  # freed first
+        names, sizes = list(self.program.widths), buffers_of(self.program, arena)
         self._strides = [self._stride(name) for name in names]
-        self._storage = [
-            torch.zeros(self._arena * self.program.rows[n], self._stride(n), dtype=torch.float32) for n in names[:-1]
-        ]
+        self._storage = [torch.zeros(sizes.get(name, (0, 0)), dtype=torch.float32) for name in names[:-1]]
         for name, (of, column) in self.program.parts.items():
             at, of_at = names.index(name), names.index(of)
             self._strides[at], self._storage[at] = self._strides[of_at], self._storage[of_at][:, column:]
         self._buffers = [s.data_ptr() for s in self._storage]  # without the logits, allocated per pass
         self._room = [len(s) * stride for s, stride in zip(self._storage, self._strides, strict=False)]
+        self._arena = arena
 
     def _of_bits(self, bits: int) -> list[Op]:
         """All operations, those of linear layers with weights of so many bits, or where it is 0 as they are.
@@ -376,3 +375,18 @@ class CompiledPass(ExtendingPass):
                 del self._variants[next(iter(self._variants))]
             self._variants[key] = (Op * len(ops))(*ops)
         return self._variants[key]
+
+
+def buffer_rows(nodes: int, before: int, least: int) -> int:
+    """Nodes that buffers are made for, where a pass needs `nodes` and those so far are for `before`."""
+    return before if nodes <= before else max(nodes, 2 * before, least)
+
+
+def buffers_of(program: Program, nodes: int) -> dict[str, tuple[int, int]]:
+    """The sizes of a program's buffers for so many nodes, by name: without parts of others, and without the logits,
+    which are allocated per pass."""
+    return {
+        name: (nodes * program.rows[name], padded_to_16(width))
+        for name, width in list(program.widths.items())[:-1]
+        if name not in program.parts
+    }

@@ -315,6 +315,23 @@ def attention_mask(model: PreTrainedModel, seen: Tensor) -> Tensor:
     return zeros.masked_fill_(~seen, torch.finfo(model.dtype).min)
 
 
+def bytes_of_position(config: Any, dtype: torch.dtype, length: int, cut_logits: bool = True) -> int:
+    """Bytes that the model's own forward has for a position at once, about, in a text of that length: activations, and
+    its line of a mask, as the model and as torch makes it; without `cut_logits` the logits too."""
+    numbers: int = 8 * config.hidden_size + 4 * inner_size(config)
+    if not cut_logits:
+        numbers += 2 * config.vocab_size
+    if config._attn_implementation == "eager":
+        numbers += 3 * getattr(config, "num_attention_heads", 0) * length
+    return numbers * dtype.itemsize + length * (1 + dtype.itemsize)
+
+
+def positions_together(length: int, of_position: int) -> int:
+    """Positions of a prompt of a length that are read in one call, where each takes so many bytes."""
+    fit = ROOM // of_position
+    return length if length <= min(fit, WHOLE) else max(min(fit, PART), 1)
+
+
 class PromptPass(ForwardPass):
     """The model's own forward for the prompts of a target whose other passes are compiled.
 
@@ -332,14 +349,7 @@ class PromptPass(ForwardPass):
     def _most(self, length: int) -> int:
         """Positions of a prompt of this length that are read in one call."""
         config = self.model.config.get_text_config(decoder=True)
-        numbers = 8 * config.hidden_size + 4 * inner_size(config)
-        if not self._cut_logits:
-            numbers += 2 * config.vocab_size
-        if config._attn_implementation == "eager":
-            numbers += 3 * getattr(config, "num_attention_heads", 0) * length
-        size = self.model.dtype.itemsize
-        fit = ROOM // (numbers * size + length * (1 + size))  # beside a mask, as the model and as torch makes it
-        return length if length <= min(fit, WHOLE) else max(min(fit, PART), 1)
+        return positions_together(length, bytes_of_position(config, self.model.dtype, length, self._cut_logits))
 
     def call(self, inputs: dict[str, Any], mask: Any, positions: Tensor) -> Any:
         with PartAttention():

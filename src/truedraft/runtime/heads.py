@@ -67,10 +67,7 @@ class CompiledHeadPass(CompiledPass):
         self._made_of = self._fingerprint()
         if copied is not None:
             copied.clear()
-        program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
-        program.rotary, program.copied = head.rotary, copied
-        head.compile(program)
-        return program
+        return program_of(head, copied)
 
     def _fingerprint(self) -> list[list[object]]:
         head: Any = self.model
@@ -115,6 +112,18 @@ class CompiledHeadPass(CompiledPass):
         fed_back = self.program.fed_back
         logits, states = self(nodes, gather, embeds, (fed_back,))
         return states[fed_back], logits
+
+
+def program_of(head: Any, copied: Copies | None) -> Program:
+    """The operations of a head. copied: see `Program`.
+
+    Raises:
+        NotCompilable: there is no compiled pass for it.
+    """
+    program = Program(head.dtype == torch.bfloat16, ["full_attention"] * len(head.blocks))
+    program.rotary, program.copied = head.rotary, copied
+    head.compile(program)
+    return program
 
 
 class TorchHeadPass:

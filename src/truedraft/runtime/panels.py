@@ -163,6 +163,11 @@ def _unpacked(panels: Tensor) -> Tensor:
     return panels.view(len(panels), -1, ROWS).mT.flatten(0, 1)
 
 
+def columns_of(dtype: torch.dtype) -> int:
+    """Columns of plain weights of a dtype that lie together in a panel."""
+    return _SHAPES[PANEL_FORMS[dtype]][0]
+
+
 def fits_four_bits(values: Tensor) -> bool:
     return int(values.min()) >= -8 and int(values.max()) <= 7
 

@@ -267,11 +267,12 @@ def padded(vector: Tensor, offset: float = 0.0, sums: torch.dtype = torch.float3
 
 
 def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in place, if it is contiguous, of `dtype` and on the CPU.
+    """The weight in place, if it is contiguous, of `dtype` and on the CPU; or on the "meta" device, of a model that is
+    only planned.
 
     The result keeps the memory alive: the parameter may be reassigned while a pass reads it.
     """
-    if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type != "cpu":
+    if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type not in ("cpu", "meta"):
         raise NotCompilable(f"weights are not all {dtype} and contiguous on the CPU")
     return weight.detach()
 

@@ -63,6 +63,8 @@ def check_hosted(model: Any) -> None:
         raise Refused(f"{name} is not generative: it has no language-model head; load it with AutoModelForCausalLM")
     if model.training or any(_drops(module) for module in model.modules()):
         raise Refused(f"{name} is in training mode, where dropout makes the text random: call model.eval() first")
+    if model.device.type == "meta":
+        raise Refused(f"{name} has no weights, its tensors are on torch's meta device: load it with from_pretrained")
     config = model.config.get_text_config(decoder=True)
     for refusal in REFUSALS:
         if why := refusal(config) or refusal(model.config):
