@@ -32,7 +32,8 @@ from truedraft.views._neurons import Predictors
 from vocabularies import spelling
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
-COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", *REVIEWED]
+ROUTED = "input-guided+text-routing"
+COMPOSED = ["suffix+token-recycling", "sam|lookahead", "input-guided>aded", "copyspec?draft-model", ROUTED, *REVIEWED]
 VIEWS = registry.names("views")
 NAMES = [*registry.names("drafters"), *VIEWS, *COMPOSED]
 PRESETS = registry.presets("drafters") | registry.presets("views")
@@ -49,6 +50,7 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "window-kv": {"sinks": 1, "recent": 3},
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
     "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
+    "text-routing": {"every": 4},
 }
 # models that have what these drafters need
 SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed, "super-apriel": supernet}
@@ -220,7 +222,18 @@ def drafter(
         other = {"model": mtp_head(model), **other}
     if "corpus" in needs:
         other = {"corpus": corpus_of(model), **other}
+    if "specialists" in needs:
+        other = {**specialists_of(base, small or sibling(model), vocabulary), **other}
     return registry.load("drafters", base, **{**knobs, **FEW.get(base, {}), **other})
+
+
+def specialists_of(name: str, small: PreTrainedModel, vocabulary: int) -> dict[str, Any]:
+    """A draft model, and drafters that copy; for routing by text, each for other tokens."""
+    named = {"low": small, "high": "suffix", "otherwise": "token-recycling"}
+    if name != "text-routing":
+        return {"specialists": named}
+    half = vocabulary // 2
+    return {"specialists": named, "examples": {"low": [range(half)], "high": [range(half, vocabulary)]}}
 
 
 def across(drafter: Any, vocabulary: int) -> Drafter:

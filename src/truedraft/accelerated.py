@@ -271,6 +271,7 @@ class Accelerated(StandIn):
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
         self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
         report.passes = request.passes
+        report.drafted_by = [row.drafted_by for row in request.rows]
         report.notes += reports.notes_on(rows, laws, stops)
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
         watch.attach(engine)

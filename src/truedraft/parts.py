@@ -13,6 +13,7 @@ from truedraft.accept._base import AttributingRule, Rule
 from truedraft.canvas.layout import layout_of
 from truedraft.drafters._base import Bound, Drafter, Plain
 from truedraft.drafters._compose import name_of
+from truedraft.drafters._joint import Joint
 from truedraft.errors import Refused
 from truedraft.loading import tokenizer_of
 from truedraft.targets._base import Target
@@ -99,6 +100,13 @@ def parts_of(drafters: Sequence[Drafter]) -> list[Drafter]:
     return [part for drafter in drafters for part in (drafter, *parts_of(getattr(drafter, "parts", ())))]
 
 
+def drafting(drafter: Drafter) -> list[Drafter]:
+    """The drafters whose drafts are verified: the drafter, or those of its parts if it hands on one of theirs."""
+    if isinstance(drafter, Joint) and drafter.alternating:
+        return [one for part in drafter.parts for one in drafting(part)]
+    return [drafter]
+
+
 def fitted(drafter: Drafter, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Drafter:
     """The drafter, bound to this target if it was not, or was bound to another.
 
@@ -131,11 +139,12 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
         Refused: the rule cannot verify the drafter's drafts, or it samples and the call does not, or the reverse.
     """
     rule = rule or registry.load("accept", "seeded" if samples else "greedy")
-    if rule.accepts_draws is not None and drafter.width and drafter.draws not in rule.accepts_draws:
-        raise Refused(
-            f"rule={name_of(rule)!r} cannot verify the drafts of {name_of(drafter)}, which are {DRAWN[drafter.draws]}: "
-            "use rule='multi-round'"
-        )
+    for one in drafting(drafter) if rule.accepts_draws is not None else ():
+        if one.width and one.draws not in rule.accepts_draws:
+            raise Refused(
+                f"rule={name_of(rule)!r} cannot verify the drafts of {name_of(one)}, which are {DRAWN[one.draws]}: "
+                "use rule='multi-round'"
+            )
     if rule.samples != samples:
         does = "samples" if rule.samples else "does not sample"
         raise Refused(f"rule={name_of(rule)!r} {does}, and do_sample is {samples}: change one of them")

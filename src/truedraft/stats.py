@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -96,6 +96,7 @@ class Report:
     attributions: spans of the output that were copied from documents, from rules that report them.
     reference: the plain decoding that the guarantee names.
     dtype: of the model, as text.
+    drafted_by: for each row, the drafts that each specialist made for it, where rows are routed to specialists.
     near_ties: the share of emitted tokens with a runner-up so close that rounding in this dtype could have chosen it;
         None where it was not measured (rules that do not choose the largest of their scores).
     """
@@ -114,6 +115,7 @@ class Report:
     reference: str = ""
     dtype: str = ""
     near_ties: float | None = None
+    drafted_by: Sequence[Mapping[str, int]] = ()
 
     @property
     def tokens(self) -> int:
@@ -169,6 +171,7 @@ class Report:
             "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
             "tokens_per_second": round(self.tokens_per_second, 3),
             "attributions": [asdict(a) for a in self.attributions],
+            "drafted_by": [dict(drafts) for drafts in self.drafted_by],
             "seconds": {k: round(v, 6) for k, v in self.seconds.items()},
         }
 
@@ -203,8 +206,16 @@ class Report:
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}
             yield "copied", f"{copied} tokens copied, {len(self.attributions)} spans of {', '.join(sorted(sources))}"
+        yield from zip(["drafts by", *[""] * len(self.drafted_by)], self._specialists(), strict=False)
         for note in self.notes:
             yield "note", note
+
+    def _specialists(self) -> Iterator[str]:
+        """For each specialist, the rows that it drafted for and its drafts."""
+        for name in dict.fromkeys(name for drafts in self.drafted_by for name in drafts):
+            rows = [i for i, drafts in enumerate(self.drafted_by) if name in drafts]
+            count = sum(self.drafted_by[i][name] for i in rows)
+            yield f"{name}: {count} for {'row' if len(rows) == 1 else 'rows'} {', '.join(map(str, rows))}"
 
 
 @dataclass

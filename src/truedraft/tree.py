@@ -6,6 +6,7 @@ Everywhere: V is the size of the vocabulary, H that of a hidden state, n the num
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
@@ -366,6 +367,7 @@ class Row:
     given: its prompt, with the encoder states of an encoder-decoder.
     request: the `Request` that it belongs to, while it runs.
     slot: its slot in the target's cache from its first pass on; it may change when another row leaves.
+    drafted_by: by the names of the drafters that a drafter routed the row to, the drafts that each made for it.
     """
 
     index: int
@@ -379,6 +381,7 @@ class Row:
     given: Prompt | None = None
     request: Request = None  # type: ignore[assignment]
     slot: int = -1
+    drafted_by: Counter[str] = field(default_factory=Counter)
 
     @property
     def ended(self) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,9 +24,11 @@ class Joint(Drafter):
     depend on what the part has loaded.
 
     parts: set once, before any other use.
+    alternating: whether a draft is that of one part, as it is.
     """
 
     _parts: tuple[Drafter, ...]
+    alternating: ClassVar[bool] = False
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
