@@ -157,8 +157,16 @@ class TorchHeadPass:
 
     @torch.no_grad()
     def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
+        placed = self.placed(nodes, embeds.device)
+        given = [part[placed.at].to(self.head.dtype) for part in (embeds, features)]
+        with self._linears.compiled():
+            states = self.head(*given, self.head.rotary(given[0], placed.position), placed.attends)[placed.real]
+            return states, self.head.logits(states[list(gather)])
+
+    def placed(self, nodes: Nodes, device: torch.device) -> PlacedNodes:
+        """The nodes of a pass, in rows of one width."""
         assert self.cache is not None
-        device, padding = embeds.device, self.cache.cursor.capacity - 1
+        padding = self.cache.cursor.capacity - 1
         index, slots = _rows_of(nodes)
         at = index.clamp_min(0)
         real = index >= 0
@@ -170,12 +178,8 @@ class TorchHeadPass:
             (position + 1 - torch.tensor(nodes.base)[at]).where(real, 0).to(device),
             _visible(nodes, index)[:, None].to(device),
         )
-        position = position.to(device)
         attends = [NodeAttention(layer, pass_nodes) for layer in self.cache.layers]
-        given = [part[at.to(device)].to(self.head.dtype) for part in (embeds, features)]
-        with self._linears.compiled():
-            states = self.head(*given, self.head.rotary(given[0], position), attends)[real.to(device)]
-            return states, self.head.logits(states[list(gather)])
+        return PlacedNodes(slots, at.to(device), real.to(device), position.to(device), attends)
 
 
 def _rows_of(nodes: Nodes) -> tuple[Tensor, list[int]]:
@@ -295,6 +299,21 @@ class NodeAttention(CachedAttention):
     def from_position(self, first: int) -> NodeAttention:
         """It, without what is before a position; every node still attends to itself."""
         return replace(self, nodes=replace(self.nodes, first=first))
+
+
+@dataclass(frozen=True)
+class PlacedNodes:
+    """The nodes of a pass in rows of one width, those of each row from the left.
+
+    slots: of the rows. at: (rows, width) indices of nodes. real: (rows, width) bool, False on padding. position:
+    (rows, width). attends: attention over the cache, by layer.
+    """
+
+    slots: Sequence[int]
+    at: Tensor
+    real: Tensor
+    position: Tensor
+    attends: Sequence[NodeAttention]
 
 
 def head_pass(head: Any, int8: Int8Copies | None = None) -> HeadPass:

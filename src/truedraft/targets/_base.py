@@ -197,6 +197,11 @@ class Target(Protocol):
             Refused: autocast is enabled, which only the model's own forward supports; nothing was computed.
         """
 
+    def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that a decoder layer has in the cache, (slots, KV heads, capacity, head size) each, not
+        copied; of a slot only what is committed may be read. Keys are rotated by their positions, see
+        `runtime.rotations`."""
+
     @property
     def reserved(self) -> tuple[int, int]:
         """Slots of the cache, and positions of each; (0, 0) where there is none."""

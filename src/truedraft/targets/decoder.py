@@ -266,6 +266,10 @@ class DecoderTarget(ViewPasses):
         made = IndexedCache if "indexed_attention" in self.layer_types else self._cache_class
         return made(self._cached_layers, rows, capacity)
 
+    def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        kept = self._whole.layers[layer]
+        return kept.keys, kept.values
+
     @property
     def reserved(self) -> tuple[int, int]:
         return (0, 0) if self.cache is None else (self.cache.cursor.slots, self.cache.cursor.capacity)

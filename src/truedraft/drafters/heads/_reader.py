@@ -156,8 +156,6 @@ class HeadReader(RowReader):
     A row's token i + 1 is read with the feature of token i, at place and position i; its first token is not read.
     """
 
-    head: Head
-
     def __init__(self, head: Head, int8: Int8Copies | None = None):
         super().__init__(head, head.runner or head_pass(head, int8))
         self._branches: dict[int, Branches] = {}
@@ -169,8 +167,12 @@ class HeadReader(RowReader):
     def catch_up(self, rows: Sequence[Row]) -> None:
         self._branches.clear()
         for row in rows:
-            while (backlog := len(self._unread[id(row)])) > FEW:
+            while (backlog := self._backlog(row)) > FEW:
                 self._read([row], [min(CHUNK, backlog - 1)])
+
+    def _backlog(self, row: Row) -> int:
+        """Tokens of a row that can be read, and are not."""
+        return len(self._unread[id(row)])
 
     def _read(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Read the next tokens of rows, without states and logits."""
@@ -188,13 +190,12 @@ class HeadReader(RowReader):
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
         fused = self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype))
-        embeds.append(self._beside(row, first, fused))
+        embeds.append(self._embeds(row, first + 1, count))
         features.append(fused)
         self._cache.lengths[slot] += count
 
-    def _beside(self, row: Row, place: int, features: Tensor) -> Tensor:
-        """What the head reads beside features, (count, H), from a place on: the embeddings of the tokens after them."""
-        first, count = place + 1, len(features)
+    def _embeds(self, row: Row, first: int, count: int) -> Tensor:
+        """(count, H) embeddings of a row's tokens from a position on."""
         device = next(self.head.parameters()).device
         given = None if row.given is None else row.given.embeds
         if given is None:
@@ -222,7 +223,7 @@ class HeadReader(RowReader):
     def _begin(self, tree: GrowingTree, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]) -> None:
         """The unread tokens of a row; the last one is the root of its tree."""
         assert self._cache is not None
-        self._add_tokens(tree.row, len(self._unread[id(tree.row)]), nodes, embeds, features)
+        self._add_tokens(tree.row, self._backlog(tree.row), nodes, embeds, features)
         slot = self.slot_rows.index(tree.row)
         length = self._cache.lengths[slot]
         self._branches[id(tree.row)] = self._rooted(tree, slot, length)
