@@ -95,6 +95,20 @@ def test_hybrid_has_no_gradient_through_its_weight() -> None:
     assert torch.allclose(gradient("lk", torch.ones(2, 3)), expected, atol=1e-6)
 
 
+def test_gradient_of_tvd_is_that_of_a_policy_rewarded_where_the_target_is_higher() -> None:
+    """E_{x ~ q}[-r(x) grad log q(x)], r(x) = 1 where p(x) > q(x), summed over the vocabulary (arXiv 2403.00858)."""
+    logits, p, labels = laws(6)
+    logits.requires_grad_(True)
+    named("tvd")(logits.log_softmax(-1), p, labels).sum().backward()
+    assert logits.grad is not None
+    for row, i in [(row, i) for row in range(2) for i in range(3) if labels[row, i] != IGNORED]:
+        q = logits[row, i].softmax(-1).tolist()
+        for x in range(V):
+            score = [(y == x) - q[x] for y in range(V)]  # of log q(y) by the logit of x
+            expected = -sum(q[y] * score[y] for y in range(V) if p[row, i, y] > q[y])
+            assert float(logits.grad[row, i, x]) == pytest.approx(expected, abs=1e-12)
+
+
 def test_tvd_plus_plus_has_the_policy_gradient_of_normalised_rewards() -> None:
     """By logits z: q(x) (A(x) - sum_y q(y) A(y)), with A the negative advantage, the rewards of all counted entries."""
     logits, p, labels = laws(3)

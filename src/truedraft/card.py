@@ -137,7 +137,9 @@ class Knob:
         try:
             vars(method)[self.name] = self.values.read(value)
         except (ValueError, OverflowError) as error:
-            name = type(method).__module__.rpartition(".")[2].replace("_", "-")
+            name = getattr(type(method), "name", None)  # that of a learner
+            if not isinstance(name, str):
+                name = method_name(method)
             raise Refused(f"{name}:{self.name}={shown(value)}: give {self.values.expected}") from error
 
 

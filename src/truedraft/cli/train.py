@@ -42,6 +42,11 @@ def train(
             "without one is a text of its own."
         ),
     ] = "target",
+    texts: Annotated[
+        Path | None,
+        Option(help="Texts to mix in, a line each, plain or .gz: all of their tokens are predicted, for decoders."),
+    ] = None,
+    text_share: Annotated[float, Option(help="The share of lines that is drawn from --texts.")] = 0.1,
     temperature: Annotated[float, Option(help="Of the model's responses; 0 for its likeliest tokens.")] = 0.0,
     max_new_tokens: Annotated[int, Option(help="Tokens of a response, at most.")] = 512,
     max_length: Annotated[int, Option(help="Tokens of prompt and response, at most; 0: the model's context.")] = 0,
@@ -74,6 +79,8 @@ def train(
         raise Refused(f"--labels {labels}: choose target or given")
     if device not in DEVICES:
         raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    if not 0 < text_share < 1:
+        raise Refused(f"--text-share {text_share}: give a number above 0 and below 1")
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
@@ -82,6 +89,7 @@ def train(
         registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
     numbers, sources, answers = lines_of(data)
+    others = [] if texts is None else _texts(texts)
     use_threads(threads)
     import torch
 
@@ -93,7 +101,7 @@ def train(
 
     _check_device(device)
     torch.manual_seed(seed)
-    plan = Plan(minutes=minutes, lr=lr or LEARNING_RATE, every=every, bf16=bf16, seed=seed)
+    plan = Plan(minutes=minutes, every=every, bf16=bf16, seed=seed)
     if policy is not None:
         from truedraft.train.canvases import train_policy
 
@@ -105,15 +113,19 @@ def train(
         ))  # fmt: skip
         return
     learner = _learner(drafter)
+    plan.lr = lr or learner.lr
     model, tokenizer = load(target, argument="--target")
     check_monolingual(tokenizer, "truedraft train")
+    if others and kinds.reads_sources(model.config):
+        raise Refused(f"--texts: {type(model).__name__} reads a source for every text: leave it out")
     if labels == "given" and None in answers and kinds.reads_sources(model.config):
         line = numbers[answers.index(None)]
         raise Refused(f"--data {data}: line {line} has no tab followed by an answer, which --labels given needs")
     train_drafter(
         learner, _placed(model, device), tokenizer, sources, out, plan,
         answers=answers if labels == "given" else None,
-        how=Responding(max_new_tokens, max_length, temperature, chat, seed), batch=batch, resume=resume,
+        texts=others, share=text_share, how=Responding(max_new_tokens, max_length, temperature, chat, seed),
+        batch=batch, resume=resume,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
 
@@ -178,6 +190,15 @@ def _learner(spec: str) -> Any:
         trainable = [name for kind, name in every if registry.method(kind, name).learner is not None]
         raise Refused(f"{name} has nothing to learn: train one of {', '.join(trainable)}")
     return registry.built(learner, f"the training of {name}", spec, knobs)
+
+
+def _texts(path: Path) -> list[str]:
+    """The lines of a file that are not empty."""
+    from truedraft.files import read_lines
+
+    if not (found := [line for line in read_lines(path) if line.strip()]):
+        raise Refused(f"--texts {path}: the file has no text")
+    return found
 
 
 def lines_of(path: Path) -> tuple[list[int], list[str], list[str | None]]:

@@ -60,6 +60,9 @@ class Learner(ABC):
     tokenizer: of a model of its own that reads the same tokens, where it is known; set by `begin`.
     module: the trained module; the target's own weights are not part of it.
     needs: what the trainer supplies in `Batch.features`; set by `begin`.
+    lr: peak learning rate, where none is given.
+    checkpoint: file name of the weights in a checkpoint's folder.
+    tokenizer: the target's; set by the trainer before `begin`.
     progress: progress of the training, 0 to 1, kept current by the trainer.
     """
 
@@ -67,6 +70,9 @@ class Learner(ABC):
     module: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
     needs = Taps()
+    lr = 3e-3
+    checkpoint: ClassVar[str] = WEIGHTS
+    tokenizer: PreTrainedTokenizerBase | None = None
     progress = 0.0
 
     @abstractmethod
@@ -107,6 +113,22 @@ class Learner(ABC):
             Refused: it was trained with other knobs.
         """
 
+    def save(self, folder: Path, model: PreTrainedModel) -> None:
+        """Write a checkpoint for a target atomically.
+
+        Raises:
+            OSError: it cannot be written; an earlier checkpoint is left as it was.
+        """
+        save_learnt(folder, self.name, self.module, model, self.config())
+
+    def restore(self, folder: Path, model: PreTrainedModel) -> None:
+        """Continue from the checkpoint in a folder.
+
+        Raises:
+            Refused: it is damaged, was trained for another target, or with other knobs.
+        """
+        self.resume(*read_learnt(folder, self.name, model))
+
     def parameter_groups(self) -> ParameterGroups:
         """The trained parameters: matrices, moved by Muon, and all others, moved by AdamW."""
         return split_parameters(self.module)
@@ -120,6 +142,15 @@ def split_parameters(module: nn.Module) -> ParameterGroups:
             matrix = parameter.ndim == 2 and "embed" not in name and "shared" not in name
             groups[0 if matrix else 1].append(parameter)
     return groups
+
+
+def target_logits(model: Any, states: Tensor) -> Tensor:
+    """A model's logits from its hidden states after the final norm; fp32."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+    logits = head(states.to(head.weight.dtype)).float()
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0) * (getattr(config, "logit_scale", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def save_learnt(

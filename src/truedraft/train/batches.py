@@ -69,6 +69,14 @@ def shuffled(items: list[Line], seed: int) -> Iterator[Line]:
         yield from rng.sample(items, len(items))
 
 
+def mixed(lines: list[Line], texts: list[Line], share: float, seed: int) -> Iterator[Line]:
+    """All lines, endlessly, of which a share is drawn from other texts, these too in a new random order each time."""
+    rng = random.Random(seed)
+    sides = shuffled(lines, seed), shuffled(texts, seed)
+    while True:
+        yield next(sides[rng.random() < share])
+
+
 def pad_to(rows: list[list[Any]], value: float) -> Tensor:
     """(rows, longest row), padded at the right."""
     width = max(map(len, rows))
@@ -142,10 +150,17 @@ class Feed:
     """Endless batches of lines, in an order that depends on the seed alone.
 
     drawn: batches so far. tokens: tokens to predict in them.
+
+    Args:
+        texts, share: other lines, and the share of lines that is drawn from them.
     """
 
-    def __init__(self, lines: list[Line], tokens: int, seed: int, read: Reader, drawn: int = 0):
-        self._groups = bucketed(shuffled(lines, seed), tokens, seed, read.width)
+    def __init__(
+        self, lines: list[Line], tokens: int, seed: int, read: Reader, drawn: int = 0, texts: Sequence[Line] = (),
+        share: float = 0.0,
+    ):  # fmt: skip
+        order = mixed(lines, [*texts], share, seed) if texts else shuffled(lines, seed)
+        self._groups = bucketed(order, tokens, seed, read.width)
         self._read, self.drawn, self.tokens = read, 0, 0
         for _ in range(drawn):
             self._next()

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.accelerated import accelerate
-from truedraft.drafters._learned import WEIGHTS, Learner, Metrics, read_learnt, save_learnt
+from truedraft.drafters._learned import Learner, Metrics
 from truedraft.errors import Refused, why
 from truedraft.files import write_whole
 from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_groups
@@ -37,6 +37,8 @@ def train_drafter(
     plan: Plan,
     *,
     answers: Sequence[str | None] | None = None,
+    texts: Sequence[str] = (),
+    share: float = 0.1,
     how: Responding | None = None,
     batch: int = 2048,
     resume: bool = False,
@@ -52,6 +54,8 @@ def train_drafter(
         out: the folder; a checkpoint in it is continued with `resume`, and refused without. A run that was interrupted
             goes on from its last validation, as if it had not been; one without a state begins anew with the weights.
         answers: responses to use instead of the target's own; None for a text of its own, see `given_responses`.
+        texts: that other lines are mixed with, for decoders: all of their tokens but the first are predicted.
+        share: the share of lines that is drawn from these.
         how: how the target responds, and how long texts may be.
         batch: tokens of a step, with padding; of an encoder-decoder those of the longer side.
         report: called with lines of text on the progress.
@@ -66,14 +70,16 @@ def train_drafter(
     """
     check_bf16(plan, model.device)
     model.requires_grad_(False)
+    learner.tokenizer = tokenizer
     with model.device:
         learner.begin(model)
     if learner.tokenizer is not None and learner.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise Refused(f"the model that {learner.name} is trained with has another tokenizer: give one with the same")
     state = _checked(learner, model, out, resume, plan)
-    with _writing(out):
+    with _writing(out, learner):
         out.mkdir(parents=True, exist_ok=True)
-        lines, read = _read(model, tokenizer, sources, answers, out, how or Responding(), learner, report)
+        how = how or Responding()
+        lines, others, read = _read(model, tokenizer, sources, answers, texts, out, how, learner, report)
         step = max(HELD_OUT, len(lines) // MOST)
         held = lines[::step]
         trained = [line for i, line in enumerate(lines) if i % step] or held
@@ -88,8 +94,10 @@ def train_drafter(
             else:
                 training.best = state["best"]
             weights = sum(p.numel() for p in learner.module.parameters())
-            report(f"{weights:,} weights, {len(trained):,} lines to train on, {len(held):,} held out")
-            training.feed = Feed(trained, batch, plan.seed, read, 0 if state is None else state["steps"] * plan.micro)
+            mixture = f" and {len(others):,} texts" if others else ""
+            report(f"{weights:,} weights, {len(trained):,} lines{mixture} to train on, {len(held):,} held out")
+            drawn_before = 0 if state is None else state["steps"] * plan.micro
+            training.feed = Feed(trained, batch, plan.seed, read, drawn_before, others, share)
             fit(
                 learner.module, learner.loss, training.feed, plan, validate=training.validate, save=training.save,
                 log=out / LOG, groups=learner.parameter_groups(), state=state,
@@ -129,21 +137,21 @@ class _Training:
         reached = _number(run.rows[-1]["tokens_per_pass"])
         if reached >= self.best:
             self.best = reached
-            save_learnt(self.out, self.learner.name, self.learner.module, self.model, self.learner.config())
+            self.learner.save(self.out, self.model)
         write_state(self.out, {"best": self.best, **run.state()})
         write_whole(self.out / CURVES, drawn(run.rows))
 
 
 def _checked(learner: Learner, model: PreTrainedModel, out: Path, resume: bool, plan: Plan) -> dict[str, Any] | None:
     """Load the checkpoint that is continued; the state of its run, None where there is none."""
-    if (out / WEIGHTS).exists() != resume:
+    if (out / learner.checkpoint).exists() != resume:
         raise Refused(
             f"--resume: there is no checkpoint in {str(out)!r}" if resume
             else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
         )  # fmt: skip
     if not resume:
         return None
-    learner.resume(*read_learnt(out, learner.name, model))
+    learner.restore(out, model)
     state = read_state(out)
     if state is not None and plan.fraction_done(state["minutes"], state["steps"]) >= 1:
         raise Refused(
@@ -155,20 +163,22 @@ def _checked(learner: Learner, model: PreTrainedModel, out: Path, resume: bool, 
 
 def _read(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
-    answers: Sequence[str | None] | None, out: Path, how: Responding, learner: Learner, report: Callable[[str], None],
-) -> tuple[list[Line], Reader]:  # fmt: skip
-    """The lines to train on, and what makes batches of them; the target is hosted for its responses alone."""
+    answers: Sequence[str | None] | None, texts: Sequence[str], out: Path, how: Responding, learner: Learner,
+    report: Callable[[str], None],
+) -> tuple[list[Line], list[Line], Reader]:  # fmt: skip
+    """The lines to train on, those that are mixed with them, and what makes batches; the target is hosted for its
+    responses alone."""
     fast = accelerate(model, tokenizer, draft=None)
     read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
     if answers is None:
         lines = target_responses(fast, tokenizer, sources, out, report, how)
     else:
         lines = given_responses(fast, tokenizer, sources, answers, report, how)
-    return lines, read
+    return lines, given_responses(fast, tokenizer, texts, [None] * len(texts), report, how) if texts else [], read
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[None]:
+def _writing(out: Path, learner: Learner) -> Iterator[None]:
     """Within the block, a file that cannot be written is refused in one sentence."""
     try:
         yield
@@ -176,7 +186,7 @@ def _writing(out: Path) -> Iterator[None]:
         raise
     except OSError as e:
         rest = "the last checkpoint is kept: make room, and go on with --resume"
-        if not (out / WEIGHTS).exists():
+        if not (out / learner.checkpoint).exists():
             rest = "make room, and give the command again, which goes on from the responses that were kept"
         raise Refused(f"{e.filename or out}: {why(e)}; {rest}") from e
 

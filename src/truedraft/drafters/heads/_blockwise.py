@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from truedraft.drafters._learned import Batch, Metrics
 from truedraft.drafters._losses import IGNORED
 from truedraft.drafters._positions import PositionsDrafter
+from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._drafter import TrainedDrafter
 from truedraft.drafters.heads._unroll import HeadLearner
-from truedraft.drafters.heads._walking import Walk
 from truedraft.tree import Row
 
 ANCHORS = 64  # blocks of a text that an evaluation fills in at a time

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from truedraft.drafters._learned import Batch, Learner, Metrics
+from truedraft.drafters._learned import Batch, Learner, Metrics, target_logits
 from truedraft.drafters._losses import IGNORED, LOSSES
+from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import Head, Learned
-from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
 from truedraft.runtime.modules import inner_size
 from truedraft.targets.kinds import family_of
@@ -213,15 +213,6 @@ def states_along(head: Head, features: Tensor) -> Tensor:
     rotary = head.rotary(features, torch.arange(length, device=features.device)[None])
     attends = [Unrolled(causal[None, None]) for _ in head.blocks]
     return head(features, head.fuse(features), rotary, attends)
-
-
-def target_logits(model: Any, states: Tensor) -> Tensor:
-    """A target's logits from its hidden states after the final norm; fp32."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
-    logits = head(states.to(head.weight.dtype)).float()
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0) * (getattr(config, "logit_scale", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def layer_like(config: Any) -> dict[str, Any]:

@@ -27,14 +27,13 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary, candidates
 from truedraft.drafters._growing import position_laws
-from truedraft.drafters._learned import Batch, Learner, Metrics
+from truedraft.drafters._learned import Batch, Learner, Metrics, target_logits
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
+from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._quantize import FORM, check_copies, copies_of
-from truedraft.drafters.heads._unroll import target_logits
-from truedraft.drafters.heads._walking import Walk
 from truedraft.errors import Refused
 from truedraft.runtime.linears import Linears
 from truedraft.targets._base import Target
