@@ -57,7 +57,6 @@ class Learner(ABC):
     """A drafter in training. Subclasses are dataclasses whose fields are the training's knobs.
 
     name: of the drafter.
-    tokenizer: of a model of its own that reads the same tokens, where it is known; set by `begin`.
     module: the trained module; the target's own weights are not part of it.
     needs: what the trainer supplies in `Batch.features`; set by `begin`.
     lr: peak learning rate, where none is given.
@@ -68,7 +67,6 @@ class Learner(ABC):
 
     name: ClassVar[str]
     module: nn.Module
-    tokenizer: PreTrainedTokenizerBase | None = None
     needs = Taps()
     lr = 3e-3
     checkpoint: ClassVar[str] = WEIGHTS

@@ -73,8 +73,6 @@ def train_drafter(
     learner.tokenizer = tokenizer
     with model.device:
         learner.begin(model)
-    if learner.tokenizer is not None and learner.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise Refused(f"the model that {learner.name} is trained with has another tokenizer: give one with the same")
     state = _checked(learner, model, out, resume, plan)
     with _writing(out, learner):
         out.mkdir(parents=True, exist_ok=True)

@@ -26,15 +26,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters._learned import Batch, Metrics
+from truedraft.drafters._learned import Batch, Metrics, target_logits
 from truedraft.drafters._losses import IGNORED, LOSSES, named
 from truedraft.drafters._views import check_whole
+from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._crossing import Cross, CrossAttention, CrossingHead, CrossingReader, source_layers
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
 from truedraft.drafters.heads._layers import Attend, HeadAttention, HeadMlp, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._quantize import FORM, copies_of
-from truedraft.drafters.heads._unroll import HeadLearner, layer_like, target_logits
-from truedraft.drafters.heads._walking import Walk
+from truedraft.drafters.heads._unroll import HeadLearner, layer_like
 from truedraft.runtime.heads import NodeAttention
 from truedraft.runtime.rotations import CachedKeys
 from truedraft.targets._base import Target

@@ -123,7 +123,9 @@ class Training(Learner):
             raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
         if self.model is None:
             raise Refused("the training of specdec-pp needs a draft model: specdec-pp:model=NAME")
-        draft, self.tokenizer = loaded(self.model)
+        draft, own = loaded(self.model)
+        if own is not None and self.tokenizer is not None and own.get_vocab() != self.tokenizer.get_vocab():
+            raise Refused(f"model={shown(self.model)} has another tokenizer than the target: give one with the same")
         if why := CANNOT.get(family_of(draft.config)):
             raise Refused(f"model={shown(self.model)}: {type(draft).__name__} is no decoder language model: {why}")
         self.target, self.draft = model, draft.to(model.device).requires_grad_(False)
