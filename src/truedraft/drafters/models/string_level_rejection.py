@@ -94,6 +94,15 @@ class FirstTokens:
         ends = range(len(beyond), 0, -1)
         return next((self._tokens[beyond[:n]] for n in ends if beyond[:n] in self._tokens), self.size)
 
+    def spelled(self, place: Place, tokens: Sequence[int]) -> bool:
+        """Whether these tokens spell what is awaited, or a beginning of it."""
+        for own in tokens:
+            later = self.advanced(place, own)
+            if later is None or later.beyond:
+                return False
+            place = later
+        return True
+
     def table(self, place: Place) -> Table:
         if (kept := self._tables.get(place)) is not None:
             return kept
@@ -137,14 +146,14 @@ class FirstTokens:
 class Splits:
     """A row's draft: the target's tokens, and the draft model's tokens that spell them.
 
-    drafted: the target's tokens. node: the last of them. settled: the draft model's tokens of the text's complete words
-    when it began. below: node of the draft model's tree -> token -> the child with it.
+    drafted: the target's tokens. node: the last of them. text: the draft model's tokens up to the root of its tree.
+    below: node of that tree -> token -> the child with it.
     base: node of the draft model's tree where the splits of the next token begin, at this `place`.
     left: nodes that may still be read to follow these.
     """
 
     drafted: GrowingTree
-    settled: int
+    text: list[int]
     node: int = 0
     below: dict[int, dict[int, int]] = field(default_factory=dict)
     base: int = 0
@@ -153,13 +162,15 @@ class Splits:
 
 
 class SettledTexts(RenderedTexts):
-    """The complete words of rows in a draft model's tokens; how the last one is split is left open."""
+    """The complete words of rows in a draft model's tokens; how the last one is split is left open, unless it is the
+    only one."""
 
     def length(self, row: Row) -> int:
-        return self.settled(row)
+        return self.settled(row) or super().length(row)
 
     def text(self, row: Row, after: Sequence[int] = ()) -> list[int]:
-        return self.rendering(row, after).ids
+        rendering = self.rendering(row, after)
+        return rendering.ids or rendering.whole
 
 
 @dataclass
@@ -176,7 +187,7 @@ class StringLevelRejection(StringDrafter):
     length: int = knob(4, 1, 32)  # tokens of the target
     nodes: int = knob(16, 1, 256)  # tokens of the draft model read to follow the splits of one of them, at most
     beam: int = knob(4, 1, 64)  # of these in one pass
-    least: float = knob(0.05, 0, 1)  # share of the probability that a beginning of a string needs to be followed
+    least: float = knob(0.1, 0, 1)  # share of the probability that a beginning of a string needs to be followed
 
     @property
     def width(self) -> int:
@@ -207,11 +218,11 @@ class StringLevelRejection(StringDrafter):
     def _growing(self, row: Row, budget: int, after: Sequence[int] = ()) -> GrowingTree:
         growing = super()._growing(row, budget, after)
         if growing.frontier:
-            pending, settled = [(after or row.tokens)[-1]], len(self._texts.text(row, after))
+            pending, text = [(after or row.tokens)[-1]], self._texts.text(row, after)
             drafted = GrowingTree(row, pending, 0, growing.budget, growing.deepest, after=after)
             context = self.reader.target.context
-            growing.deepest = len(after) + (growing.room if context is None else context - settled)
-            growing.state = Splits(drafted, settled)
+            growing.deepest = len(after) + (growing.room if context is None else context - len(text))
+            growing.state = Splits(drafted, text)
             growing.frontier = self._begun(growing)
         return growing
 
@@ -227,24 +238,24 @@ class StringLevelRejection(StringDrafter):
                 growing.frontier = [node for node in path if node not in growing.laws]
 
     def _begun(self, growing: GrowingTree) -> list[int]:
-        """Begin the splits of the next token where the last word does; returns the nodes that have to be read, those of
-        the text as it is split so far. None where the draft ends."""
-        splits, first = growing.state, self._first
+        """Begin the splits of the next token where the last word does; returns the nodes of the text as it is split so
+        far, which have to be read; none where the draft ends."""
+        splits = growing.state
         rendering = self._texts.rendering(growing.row, splits.drafted.path(splits.node))
-        own, words = rendering.whole[splits.settled :], len(rendering.ids) - splits.settled
+        whole, begun, words = rendering.whole, len(splits.text), len(rendering.ids)
+        if whole[:begun] != splits.text:
+            return []
         path = [growing.root]
-        for token in own:
+        for token in whole[begun:]:
             if (child := self._child(growing, path[-1], token)) is None:
                 return []
             path.append(child)
-        stripped = rendering.first and rendering.word and rendering.vocabularies.reverse.strips
-        splits.place = Place(b" " + rendering.word if stripped else rendering.word)
-        splits.base, splits.left = path[words], self.nodes
-        at: Place | None = splits.place
-        for token in own[words:]:
-            at = at and first.advanced(at, token)
-        if at is None or at.beyond:  # a tokenizer that changes texts: the next token's splits begin behind the word
-            splits.base, splits.place = path[-1], Place(b"")
+        splits.base, splits.place, splits.left = path[-1], Place(b""), self.nodes
+        if words >= begun:
+            stripped = rendering.first and rendering.word and rendering.vocabularies.reverse.strips
+            place = Place(b" " + rendering.word if stripped else rendering.word)
+            if self._first.spelled(place, whole[words:]):
+                splits.base, splits.place = path[words - begun], place
         return path
 
     def _child(self, growing: GrowingTree, node: int, own: int) -> int | None:
