@@ -1,6 +1,6 @@
 """When to end the drafts of a draft model: a trained head (SpecDec++) against fixed lengths and the cost control.
 
-    python benchmarks/stopping.py [--minutes 4] [--prompts 24] [--tokens 96] [--heads FOLDER] --json FILE [--svg FILE]
+    python benchmarks/stopping.py [--minutes 4] [--prompts 24] [--tokens 96] --json FILE [--svg FILE]
 
 A pass of the target is taken to cost 2, 5, 10, 20 or 50 passes of the draft model, whatever its width. Costs are
 counted, not timed, so that they depend on no load: a clock that only these passes move is what the control and the
@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }  # fmt: skip
 UNIT = 1e-3  # seconds of a pass of the draft model, by the clock
-WORDS, LINES = 12, 1200  # of a prompt; prompts to train on
+WORDS, LINES = 12, 800  # of a prompt; prompts to train on
 
 
 class Clock:
@@ -171,15 +171,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--heads", type=Path, help="folder where heads are kept")
+    parser.add_argument("--targets", nargs="+", default=[names[0] for names in PAIRS], help="rows of others are kept")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     if not STORIES.exists():
         raise SystemExit(f"{STORIES} is not on this machine: nothing was measured")
-    texts, rows = paragraphs(), list[dict[str, Any]]()
+    texts = paragraphs()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # curves by the clock are no curves of this machine
-        for names in PAIRS:
+        for names in (names for names in PAIRS if names[0] in args.targets):
             places = [str(SHARED / "weights" / n) if (SHARED / "weights" / n).is_dir() else n for n in names]
             if not names[0].startswith("nano") and places[0] == names[0]:
                 print(f"{names[0]} is not on this machine: left out")
@@ -190,12 +191,14 @@ def main() -> None:
                 head = trained(model, tokenizer, places[1], mode, texts[:LINES], out, args.minutes)
                 small = load(places[1])[0]
                 held = texts[-args.prompts :]
-                rows += measured(names, model, tokenizer, small, head, mode, held, args.tokens)
+                rows = measured(names, model, tokenizer, small, head, mode, held, args.tokens)
                 if args.json:
-                    found = {"minutes": args.minutes, "prompts": args.prompts, "tokens": args.tokens, "rows": rows}
-                    write_whole(args.json, json.dumps(found, indent=1))
-                if args.svg:
-                    write_whole(args.svg, plotted(rows))
+                    kept = json.loads(args.json.read_text("utf-8"))["rows"] if args.json.exists() else []
+                    kept = [row for row in kept if (row["target"], row["mode"]) != (names[0], mode)]
+                    found = {"minutes": args.minutes, "prompts": args.prompts, "tokens": args.tokens}
+                    write_whole(args.json, json.dumps(found | {"rows": kept + rows}, indent=1))
+    if args.json and args.svg:
+        write_whole(args.svg, plotted(json.loads(args.json.read_text("utf-8"))["rows"]))
 
 
 if __name__ == "__main__":

@@ -108,13 +108,14 @@ class Training(Learner):
     """Training of an `AcceptanceHead` on the target's responses, both models frozen.
 
     In the texts that the draft model reads a share of the tokens is replaced by its own, each drawn behind the original
-    text; these are scored, by the probability min(1, p / q) with which the target accepts them.
+    text; their labels are the probabilities min(1, p / q) with which the target accepts them.
     """
 
     name: ClassVar[str] = "specdec-pp"
     model: Any = None  # the draft model: a model of transformers, or its name
     blocks: int = knob(3, 0, 64)  # of the head; published 3
     mixing: float = knob(0.15, 0, 1, open=True)  # share of drafted tokens; published 0.15, the release's code has 0.85
+    texts: int = knob(6, 1, 256)  # texts made of each, with other tokens drafted; published 1
     weight: float = knob(6.0, 0, 1e6, open=True)  # of rejections in the loss; published 6
     temperature: float = knob(1.0, 0, 100)  # of both models, 0 for greedy decoding; published 1
 
@@ -135,17 +136,24 @@ class Training(Learner):
     @torch.no_grad()
     def observed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The draft model's hidden states at n drafted tokens, (n, H), and their probabilities of acceptance, (n,)."""
-        given: dict[str, Any] = dict(attention_mask=batch.mask.long(), use_cache=False)
-        chosen = batch.loss_mask & (torch.rand(batch.ids.shape, device=batch.ids.device) < self.mixing)
-        chosen[:, 0] = False
-        before = chosen[:, 1:]
-        target, draft = (model(batch.ids, **given).logits[:, :-1][before] for model in (self.target, self.draft))
+        ids, mask = batch.ids, batch.mask.long()
+        text = (torch.rand(ids.shape, device=ids.device) / self.mixing).long().masked_fill(~batch.loss_mask, self.texts)
+        text[:, 0] = self.texts
+        chosen = text < self.texts
+        target, draft = (
+            model(ids, attention_mask=mask, use_cache=False).logits[:, :-1][chosen[:, 1:]]
+            for model in (self.target, self.draft)
+        )
         shared = min(target.shape[-1], draft.shape[-1])
         target, draft = target[:, :shared], draft[:, :shared]
         tokens = drafted(draft, self.temperature)
+        label = acceptance(target, draft, tokens, self.temperature)
+        own = text == torch.arange(self.texts, device=ids.device)[:, None, None]
+        mixed = torch.where(own, ids.masked_scatter(chosen, tokens), ids)
         with self._taps.recording(LAST.hidden) as states:
-            self.draft.base_model(batch.ids.masked_scatter(chosen, tokens), **given)
-        return states[-1][chosen].float(), acceptance(target, draft, tokens, self.temperature)
+            self.draft.base_model(mixed.flatten(0, 1), attention_mask=mask.repeat(self.texts, 1), use_cache=False)
+        labels = label.new_zeros(ids.shape).masked_scatter(chosen, label).expand(own.shape)
+        return states[-1].unflatten(0, own.shape[:2])[own].float(), labels[own]
 
     def loss(self, batch: Batch) -> Tensor:
         states, label = self.observed(batch)
