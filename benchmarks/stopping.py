@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }  # fmt: skip
 UNIT = 1e-3  # seconds of a pass of the draft model, by the clock
-WORDS, LINES = 12, 800  # of a prompt; prompts to train on
+WORDS, LINES = 12, 240  # of a prompt; prompts to train on
 
 
 class Clock:
@@ -133,7 +133,7 @@ def trained(model: Any, tokenizer: Any, small: str, mode: str, prompts: list[str
     if not (out / TRAINED).exists():
         temperature = 0.0 if mode == "greedy" else 1.0
         learner = registry.method("drafters", "specdec-pp").learner(model=small, temperature=temperature)
-        how = Responding(max_new_tokens=96, temperature=temperature)
+        how = Responding(max_new_tokens=64, temperature=temperature)
         train_drafter(
             learner, model, tokenizer, prompts, out, Plan(minutes=minutes, lr=3e-3, every=minutes / 4), how=how
         )
