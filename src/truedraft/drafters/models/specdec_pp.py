@@ -21,207 +21,30 @@ acceptance varies along the text; each token is a call of the draft model, where
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, logsigmoid, silu
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import Batch, Learner, Metrics, read_learnt, read_weights, with_weights
+from truedraft.drafters._learned import read_learnt, read_weights, with_weights
 from truedraft.drafters._timed import TimedLevels
+from truedraft.drafters.models._acceptance import CANNOT, LAST, AcceptanceHead, Training, check_draft, hidden_size
 from truedraft.drafters.models._model import ContinuingModelDrafter
-from truedraft.drafters.models._reader import Reader, loaded
+from truedraft.drafters.models._reader import Reader
 from truedraft.errors import Refused
-from truedraft.runtime.identity import fingerprint
-from truedraft.runtime.tapping import LayerTaps
 from truedraft.targets._base import Target
-from truedraft.targets.kinds import family_of
-from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores, Taps
+from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 
-CANNOT = {"encoder-decoder": "its head is trained on hidden states of a decoder language model"}
-LAST = Taps((-1,))  # the layer that the head reads
 PUBLISHED = 0.3  # threshold where costs are not known: that of the release's evaluation
 KEPT = 0.95  # weight that a pass keeps at each later one, in what is counted of a row
-STEP, LONGEST = 0.1, 20  # of an evaluation: time of a draft model's pass, in passes of the target; most tokens
-THRESHOLDS = tuple(k / 20 for k in range(20))  # those that an evaluation compares
-
-
-class AcceptanceHead(nn.Module):
-    """Hidden states of the draft model to the log-odds that the tokens read there are accepted.
-
-    Residual blocks with SiLU, then a linear layer with an output for rejection and one for acceptance. The release
-    applies one block as often as it has blocks; here each has its own weights.
-
-    Args:
-        hidden: H of the draft model.
-        blocks: their number.
-        weight: of rejections in its training.
-    """
-
-    def __init__(self, hidden: int, blocks: int, weight: float):
-        super().__init__()
-        self.hidden, self.weight = hidden, weight
-        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(blocks))
-        self.output = nn.Linear(hidden, 2)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(..., H) to (...): log-odds of acceptance, lowered by the weight of rejections."""
-        x = states.float()
-        for block in self.blocks:
-            x = x + silu(block(x))
-        rejected, accepted = self.output(x).unbind(-1)
-        return accepted - rejected
-
-    def chances(self, odds: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-odds to the paper's a, and to probabilities without the weight of rejections."""
-        return odds.sigmoid(), (odds + math.log(self.weight)).sigmoid()
-
-
-def drafted(logits: Tensor, temperature: float) -> Tensor:
-    """(..., V) logits to tokens drawn at a temperature, (...); the likeliest at 0."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    law = (logits.float() / temperature).softmax(-1)
-    return torch.multinomial(law.flatten(0, -2), 1).view(law.shape[:-1])
-
-
-def acceptance(target: Tensor, draft: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """min(1, p / q) of drafted tokens, (...), from the logits of both models, (..., V), at a temperature."""
-    if temperature == 0:
-        return (target.argmax(-1) == tokens).float()
-    p, q = ((part.float() / temperature).log_softmax(-1) for part in (target, draft))
-    return (p - q).gather(-1, tokens[..., None]).squeeze(-1).clamp_max(0).exp()
-
-
-@dataclass
-class Training(Learner):
-    """Training of an `AcceptanceHead` on the target's responses, both models frozen.
-
-    In the texts that the draft model reads a share of the tokens is replaced by its own, each drawn behind the original
-    text; these are scored, by the probability min(1, p / q) with which the target accepts them.
-    """
-
-    name: ClassVar[str] = "specdec-pp"
-    model: Any = None  # the draft model: a model of transformers, or its name
-    blocks: int = knob(3, 0, 64)  # of the head; published 3
-    mixing: float = knob(0.15, 0, 1, open=True)  # share of drafted tokens; published 0.15, the release's code has 0.85
-    weight: float = knob(6.0, 0, 1e6, open=True)  # of rejections in the loss; published 6
-    temperature: float = knob(1.0, 0, 100)  # of both models, 0 for greedy decoding; published 1
-
-    def begin(self, model: PreTrainedModel) -> None:
-        if why := CANNOT.get(family_of(model.config)):
-            raise Refused(f"{type(model).__name__} is no decoder language model: {why}")
-        if self.model is None:
-            raise Refused("the training of specdec-pp needs a draft model: specdec-pp:model=NAME")
-        draft, own = loaded(self.model)
-        if own is not None and self.tokenizer is not None and own.get_vocab() != self.tokenizer.get_vocab():
-            raise Refused(f"model={shown(self.model)} has another tokenizer than the target: give one with the same")
-        if why := CANNOT.get(family_of(draft.config)):
-            raise Refused(f"model={shown(self.model)}: {type(draft).__name__} is no decoder language model: {why}")
-        self.target, self.draft = model, draft.to(model.device).requires_grad_(False)
-        self._taps = LayerTaps(self.draft)
-        with self._taps.recording(LAST.hidden):
-            pass
-        self.module: AcceptanceHead = AcceptanceHead(hidden_size(draft), self.blocks, self.weight)
-
-    @torch.no_grad()
-    def observed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The draft model's hidden states at n drafted tokens, (n, H), and their probabilities of acceptance, (n,)."""
-        given: dict[str, Any] = dict(attention_mask=batch.mask.long(), use_cache=False)
-        chosen = batch.loss_mask & (torch.rand(batch.ids.shape, device=batch.ids.device) < self.mixing)
-        chosen[:, 0] = False
-        before = chosen[:, 1:]
-        target, draft = (model(batch.ids, **given).logits[:, :-1][before] for model in (self.target, self.draft))
-        shared = min(target.shape[-1], draft.shape[-1])
-        target, draft = target[:, :shared], draft[:, :shared]
-        tokens = drafted(draft, self.temperature)
-        with self._taps.recording(LAST.hidden) as states:
-            self.draft.base_model(batch.ids.masked_scatter(chosen, tokens), **given)
-        return states[-1][chosen].float(), acceptance(target, draft, tokens, self.temperature)
-
-    def loss(self, batch: Batch) -> Tensor:
-        states, label = self.observed(batch)
-        if not len(label):
-            return torch.zeros(())
-        odds = self.module(states)
-        rejected = self.weight * (1 - label)
-        return -(label * logsigmoid(odds) + rejected * logsigmoid(-odds)).sum() / (label + rejected).sum()
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """divergence: mean KL divergence of the labels from the head's probabilities.
-
-        tokens_per_pass: tokens in the time of a pass of the target, with drafts that end by the best of `THRESHOLDS`,
-        where a pass of the draft model takes a tenth of it. Drafts are sequences of the drafted tokens of held-out
-        lines, in their order.
-        """
-        parts = [self.observed(batch) for batch in batches]
-        label = torch.cat([part for _, part in parts])
-        odds = torch.cat([self.module(states) for states, _ in parts])
-        raw, chance = self.module.chances(odds)
-        divergence = binary_cross_entropy(chance, label) - binary_cross_entropy(label, label) if len(label) else 0.0
-        speed = max(tokens_in_time(raw.tolist(), label.tolist(), threshold) for threshold in THRESHOLDS)
-        return {"tokens_per_pass": round(speed, 3), "divergence": round(float(divergence), 4)}
-
-    def config(self) -> dict[str, Any]:
-        given = self.model if isinstance(self.model, str | PathLike) else self.draft.config.name_or_path
-        folder = Path(given).expanduser()
-        return {
-            "hidden": self.module.hidden, "blocks": self.blocks, "weight": self.weight,
-            "draft": {
-                "name": str(folder.resolve() if folder.is_dir() else given), "class": type(self.draft).__name__,
-                "fingerprint": fingerprint(self.draft),
-            },
-        }  # fmt: skip
-
-    def resume(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        own = json.loads(json.dumps(self.config()))  # as it is read from a checkpoint
-        if any(config[k] != own[k] for k in ("hidden", "blocks", "weight")):
-            raise Refused(f"--resume: the checkpoint is of a head {config}, not {own}: give the same knobs")
-        check_draft(self.draft, config)
-        self.module.load_state_dict(weights)
-
-
-def tokens_in_time(raw: Sequence[float], label: Sequence[float], threshold: float) -> float:
-    """Tokens per time of a pass of the target; see `Training.evaluate`.
-
-    raw, label: of drafted tokens, the head's a and the probability that each is accepted if those before it are.
-    """
-    tokens = time = 0.0
-    at = 0
-    while at < len(label):
-        first, read, accepted = at, 1.0, 1.0
-        while at < len(label) and at - first < LONGEST and 1 - read <= threshold:
-            read *= raw[at - 1] if at > first else 1.0
-            accepted *= label[at]
-            tokens, time, at = tokens + accepted, time + STEP, at + 1
-        tokens, time = tokens + 1, time + 1
-    return tokens / time if time else 1.0
-
-
-def hidden_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).hidden_size)
-
-
-def check_draft(model: PreTrainedModel, config: dict[str, Any]) -> None:
-    """Raises Refused where a head was trained for another draft model."""
-    stored, given = config["draft"], fingerprint(model)
-    if stored["fingerprint"] != given:
-        raise Refused(
-            f"specdec-pp: the head was trained for another draft model ({stored['name']}, a {stored['class']}, "
-            f"fingerprint {stored['fingerprint']}; this is a {type(model).__name__}, {given}): give that model, or "
-            "train a head for this one"
-        )
 
 
 class AcceptanceReader(Reader):
