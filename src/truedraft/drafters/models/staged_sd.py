@@ -60,9 +60,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
     guesses: int = knob(16, 0, 512)  # nodes that the table adds to a pass of the draft model; unpublished
     contexts: int = knob(65_536, 1, 4_194_304)  # of the table, least recently counted forgotten first; unpublished
     namespaces: int = knob(16, 1, 65_536)  # with a table each, least recently used evicted first; published: one
-    corpus: Any = (
-        None  # draft-model text to count first: a Corpus or its file, or several (a.tdc;b.tdc); published: one
-    )
+    corpus: Any = None  # text of the draft model, counted first: a Corpus, its file, or several (a.tdc;b.tdc)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,8 +101,9 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         drafted, _ = self._drafted(growing)
         table, chosen = self._tables.of(growing.row.namespace), growing.state.chosen
         for node in (growing.root, *drafted):
-            if chosen.get(node):
-                table.count(self._before(growing, node), chosen[node][0][0])
+            before = self._before(growing, node)
+            for token, chance in chosen.get(node, ()):
+                table.count(before, token, chance)
         return growing.tree("certain", drafted)
 
     def _drafted(self, growing: GrowingTree) -> tuple[list[int], list[int]]:
