@@ -144,7 +144,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         """Add the nodes of most probability, by the table, that may be needed next below those that are read now."""
         table, guessed = self._tables.of(growing.row.namespace), list[int]()
         heap: list[tuple[float, int, int]] = []  # -path probability, node, token below it
-        most = min(self.guesses, self._most_guessed - growing.state.guessed)
+        most = min(self.guesses, self._most_guessed - growing.state.guessed, growing.budget - 1)
         open_ = [(node, growing.score.get(node, 1.0)) for node in needed]
         while len(guessed) < most:
             for node, above in open_:
