@@ -33,7 +33,7 @@ STEPS, SECRET = 16, 12  # tokens of an output, and of a secret prompt
 LENGTH = 1024  # of an engine with room for the widest drafts
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",
-    "ouroboros", "staged-sd", "suffix+token-recycling", "input-guided>aded", "auto",
+    "ouroboros", "suffix+token-recycling", "input-guided>aded", "auto",
 }  # fmt: skip
 
 

@@ -227,6 +227,21 @@ def test_staged_sd_drafts_the_same_trees_in_fewer_passes(passes: list[int]) -> N
     assert counts[16, "warm"] < 0.6 * counts[0, "warm"]
 
 
+def test_the_table_of_a_namespace_saves_no_passes_in_another(passes: list[int]) -> None:
+    """The drafts are the same in all; what a table has counted shows in the time alone."""
+    model = tiny()
+    counts = []
+    for before in (None, "a", "b"):
+        fast = truedraft.accelerate(model, draft=registry.load("drafters", "staged-sd", model=model), control="fixed")
+        if before is not None:
+            drafts_of(fast, ragged(model, 1), namespace=before)
+        passes[0] = 0
+        drafts_of(fast, ragged(model, 1), namespace="b")
+        counts.append(passes[0])
+    cold, other, same = counts
+    assert same < other == cold
+
+
 def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
 
