@@ -34,7 +34,7 @@ STEPS, SECRET = 16, 12  # tokens of an output, and of a secret prompt
 LENGTH = 1024  # of an engine with room for the widest drafts
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",
-    "suffix+token-recycling", "input-guided>aded", "auto",
+    "ouroboros", "suffix+token-recycling", "input-guided>aded", "auto",
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_namespaces_are_forgotten_where_all_would_have_too_many_bytes(monkeypatc
     assert len(states.of("a")) == 110 and len(states) == 1, "what is in use is kept"
 
 
-@pytest.mark.parametrize("name", ["token-recycling", "max-gram", "aded", "codeswift"])
+@pytest.mark.parametrize("name", ["token-recycling", "max-gram", "aded", "codeswift", "ouroboros", "staged-sd"])
 def test_drafters_bound_the_bytes_of_all_namespaces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "BYTES", 1)
     draft = drafter(name, model())

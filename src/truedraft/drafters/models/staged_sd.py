@@ -60,9 +60,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
     guesses: int = knob(16, 0, 512)  # nodes that the table adds to a pass of the draft model; unpublished
     contexts: int = knob(65_536, 1, 4_194_304)  # of the table, least recently counted forgotten first; unpublished
     namespaces: int = knob(16, 1, 65_536)  # with a table each, least recently used evicted first; published: one
-    corpus: Any = (
-        None  # draft-model text to count first: a Corpus or its file, or several (a.tdc;b.tdc); published: one
-    )
+    corpus: Any = None  # text of the draft model, counted first: a Corpus, its file, or several (a.tdc;b.tdc)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,8 +101,9 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         drafted, _ = self._drafted(growing)
         table, chosen = self._tables.of(growing.row.namespace), growing.state.chosen
         for node in (growing.root, *drafted):
-            if chosen.get(node):
-                table.count(self._before(growing, node), chosen[node][0][0])
+            before = self._before(growing, node)
+            for token, chance in chosen.get(node, ()):
+                table.count(before, token, chance)
         return growing.tree("certain", drafted)
 
     def _drafted(self, growing: GrowingTree) -> tuple[list[int], list[int]]:
@@ -145,7 +144,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         """Add the nodes of most probability, by the table, that may be needed next below those that are read now."""
         table, guessed = self._tables.of(growing.row.namespace), list[int]()
         heap: list[tuple[float, int, int]] = []  # -path probability, node, token below it
-        most = min(self.guesses, self._most_guessed - growing.state.guessed)
+        most = min(self.guesses, self._most_guessed - growing.state.guessed, growing.budget - 1)
         open_ = [(node, growing.score.get(node, 1.0)) for node in needed]
         while len(guessed) < most:
             for node, above in open_:
