@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,8 @@ class OverlappingDrafter(ChainDrafter):
     emits the same tokens whatever is drafted. For others, and where processors read the text, whole drafts are made
     before the pass, as by `draft-model`.
 
-    A subclass grows trees (`grow`): first from all nodes of what is drafted already, the root included, then by levels.
+    A subclass grows trees (`grow`): the first level from all nodes of what is drafted already that may have children,
+    the root included.
 
     Fields of every subclass: length (tokens verified by a pass at most), serial, threads (of the draft model's passes
     meanwhile).
@@ -113,11 +113,12 @@ class OverlappingDrafter(ChainDrafter):
         if row not in self._trees:
             return []
         growing, length = self._trees[row]
-        node: int | None = growing.root
+        node = growing.root
         for token in row.tokens[length:]:
-            node = next((child for child in _children(growing, node) if growing.tokens[child] == token), None)
-            if node is None:
+            found = [child for child in _children(growing, node) if growing.tokens[child] == token]
+            if not found:
                 return []
+            node = found[0]
         tokens: list[int] = []
         while below := _children(growing, node):
             node = below[0]
@@ -133,9 +134,7 @@ class OverlappingDrafter(ChainDrafter):
             node = growing.root
             for token in drafted:
                 (node,) = growing.add(node, [token])
-            growing.end_level([node])
-            if growing.frontier:
-                growing.frontier = list(range(growing.root, node + 1))
+            growing.end_level(range(growing.root, node + 1))
         self._trees[row] = growing, len(row.tokens)
         return growing
 
