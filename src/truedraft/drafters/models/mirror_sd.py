@@ -38,7 +38,7 @@ class MirrorSd(OverlappingDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens verified at most; published 3 to 7
     branches: int = knob(4, 0, 64)  # continued besides the whole draft; published: of each token the first 1 to 8
-    serial: int = knob(7, 0, 256)  # tokens drafted before a pass for which none are ready; published `length`
+    serial: int = knob(7, 0, 256)  # tokens drafted before a pass for which fewer are ready; published `length`
     threads: int = knob(1, 1, 64)  # that draft while the pass runs, besides those of the target
 
     @property

@@ -33,7 +33,7 @@ class Pearl(OverlappingDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens verified at most; published: the ratio of the times of both models' passes
-    serial: int = knob(0, 0, 256)  # tokens drafted before a pass for which none are ready; published 0
+    serial: int = knob(0, 0, 256)  # tokens drafted before a pass for which fewer are ready; published 0
     threads: int = knob(1, 1, 64)  # that draft while the pass runs, besides those of the target
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
