@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from heapq import nlargest
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,7 +115,9 @@ def test_texts_and_drafts_do_not_depend_on_how_far_the_thread_gets(
     lengths = {len(drafted) for _, drafted in seen}
     assert 0 < draft.ready < draft.requested and len(lengths) > 2, "progress differs"
     if not settings["do_sample"]:
-        wrong = [(text, drafted) for text, drafted in seen if continued(text, draft.length)[: len(drafted)] != [*drafted]]
+        wrong = [
+            (text, drafted) for text, drafted in seen if continued(text, draft.length)[: len(drafted)] != [*drafted]
+        ]
         assert not wrong
 
 
@@ -131,8 +135,11 @@ def test_a_draft_is_ready_whenever_the_draft_model_was_right(name: str, sample: 
 def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft is ready if a pass ends with one of the likeliest pairs of accepted prefix and correction, by a plain
     forward of the draft model over the draft."""
-    _, small = models()
-    draft = drafting("mirror-sd", length=3, branches=1, serial=0)
+    small = copy.deepcopy(models()[1])
+    with torch.no_grad():
+        for parameter in small.parameters():  # often wrong
+            parameter.mul_(1 + 0.2 * torch.randn(parameter.shape))
+    draft = drafting("mirror-sd", small, length=3, branches=2, serial=0)
     draft._worker = Whole(0)
     continued_ = OverlappingDrafter._continued
     calls: list[tuple[list[int], list[int]]] = []
@@ -144,7 +151,7 @@ def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(OverlappingDrafter, "_continued", noted)
     check_text(accelerated(draft), 1, do_sample=False, max_new_tokens=60)
     found, corrected = [], 0
-    for (text, drafted), (later, ready) in zip(calls, calls[1:], strict=False):
+    for (text, drafted), (later, ready) in pairwise(calls):
         with torch.no_grad():
             logits = small(torch.tensor([text + drafted])).logits[0, len(text) - 1 :]
         laws, right, pairs = logits.float().softmax(-1), 1.0, []
@@ -153,7 +160,7 @@ def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch
             pairs += [(right * float(p), (*chain[:place], t)) for t, p in enumerate(law) if t != token]
             right *= float(law[token])
         emitted = tuple(later[len(text) :])
-        likely = {emitted for _, emitted in nlargest(1, pairs)}
+        likely = {emitted for _, emitted in nlargest(2, pairs)}
         found.append((bool(ready), emitted == tuple(chain[: len(emitted)]) or emitted in likely))
         corrected += emitted in likely
     assert all(was == expected for was, expected in found)
@@ -312,5 +319,5 @@ def test_a_draft_model_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Reader, "fit", lambda reader, target: None)
     draft = drafting("pearl")
     draft.reader._hosted = SimpleNamespace(device=torch.device("cuda:0"))
-    with pytest.raises(Refused, match="pearl drafts on some cores .* the draft model is on cuda:0: use draft-model"):
+    with pytest.raises(Refused, match="the draft model is on cuda:0: use draft-model"):
         accelerated(draft)

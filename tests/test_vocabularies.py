@@ -95,7 +95,8 @@ def test_the_bytes_of_tokens() -> None:
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 def test_the_text_is_the_targets_across_vocabularies(name: str, sample: bool) -> None:
     model = tiny("llama")
-    made = drafter(name if name == "string-level-exact" else f"{name}{ACROSS}", model)
+    knobs = {"serial": 3} if name == "pearl" else {}  # else it drafts behind tokens that were right, and none is
+    made = drafter(name if name == "string-level-exact" else f"{name}{ACROSS}", model, **knobs)
     fast = truedraft.accelerate(model, draft=made, control="fixed")
     inputs = ragged(model, 3)
     for seed in range(3):

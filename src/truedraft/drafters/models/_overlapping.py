@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from truedraft.tree import Accepted, DraftTree, Row, Scores
 class OverlappingDrafter(ChainDrafter):
     """Drafts chains; a thread continues them while the target's pass runs, and the pass decides what of that is ready.
 
-    A draft is ready where all tokens that the pass emitted had been drafted: it is what follows them. Where none is,
-    the pass verifies the `serial` first tokens of a new draft, and the thread drafts on behind these. The thread works
+    A draft is ready where all tokens that the pass emitted had been drafted: it is what follows them. Where fewer than
+    `serial` tokens are, as many are drafted before the pass, and the thread drafts on behind these. The thread works
     from the end of `propose` to `observe`, on the draft model's own cache and on trees that nobody else reads
     meanwhile; it draws no random numbers and calls no processors but those that read scores alone.
 
@@ -30,7 +29,8 @@ class OverlappingDrafter(ChainDrafter):
     emits the same tokens whatever is drafted. For others, and where processors read the text, whole drafts are made
     before the pass, as by `draft-model`.
 
-    A subclass grows trees (`grow`): first from all nodes of what is drafted already, the root included, then by levels.
+    A subclass grows trees (`grow`): the first level from all nodes of what is drafted already that may have children,
+    the root included.
 
     Fields of every subclass: length (tokens verified by a pass at most), serial, threads (of the draft model's passes
     meanwhile).
@@ -78,31 +78,35 @@ class OverlappingDrafter(ChainDrafter):
         self._worker.stop()
         if not any(budget):
             return [DraftTree.chain(row.tokens[-1]) for row in rows]
-        self.reader.catch_up(rows)
-        drafted = [self._drafted(row) if self._overlaps(row) else None for row in rows]
-        self._count(drafted, budget)
-        trees = [
-            self._growing(row, most if known is None else 0 if known else min(most, self.serial))
+        drafted = [
+            self._drafted(row) if most > 0 and self._overlaps(row) else None
+            for row, most in zip(rows, budget, strict=True)
+        ]
+        drafts = self._completed(rows, budget, drafted)
+        if overlapped := [
+            (row, tree) for row, tree, known in zip(rows, drafts, drafted, strict=True) if known is not None
+        ]:
+            self.requested += len(overlapped)
+            self.ready += sum(map(bool, drafted))
+            self.reader.catch_up(rows)
+            self._worker.start(self._levels([self._continued(row, tree.tokens[1:]) for row, tree in overlapped]))
+        return [tree.cut(1 + most) for tree, most in zip(drafts, budget, strict=True)]
+
+    def _completed(
+        self, rows: Sequence[Row], budget: Sequence[int], drafted: Sequence[Sequence[int] | None]
+    ) -> list[DraftTree]:
+        """Drafts of `serial` tokens or more, from those that are ready; whole ones of other rows."""
+        more = [
+            most if known is None else max(min(most, self.serial) - len(known), 0) if _continues(row, known) else 0
             for row, most, known in zip(rows, budget, drafted, strict=True)
         ]
-        read = any(tree.frontier for tree in trees)
-        drafts = self._grown(trees)
-        if read:
-            self.reader.catch_up(rows)  # the thread reads drafts from their roots on
-        overlapped: list[GrowingTree] = []
-        for i, (row, known) in enumerate(zip(rows, drafted, strict=True)):
-            if known is not None and budget[i] > 0:
-                known = known or list(drafts[i].tokens[1:])
-                drafts[i] = DraftTree.chain(row.tokens[-1], known[: min(budget[i], self.width)])
-                overlapped.append(self._continued(row, known))
-        if overlapped:
-            self._worker.start(self._levels(overlapped))
-        return drafts
-
-    def _count(self, drafted: Sequence[Sequence[int] | None], budget: Sequence[int]) -> None:
-        requested = [known for known, most in zip(drafted, budget, strict=True) if known is not None and most > 0]
-        self.requested += len(requested)
-        self.ready += sum(map(bool, requested))
+        if not any(more):
+            return [DraftTree.chain(row.tokens[-1], known or ()) for row, known in zip(rows, drafted, strict=True)]
+        trees = super().extend_each(rows, [known or () for known in drafted], more)
+        return [
+            DraftTree.chain(row.tokens[-1], [*known, *tree.tokens[1:]]) if known else tree
+            for row, known, tree in zip(rows, drafted, trees, strict=True)
+        ]
 
     def _overlaps(self, row: Row) -> bool:
         """Whether the thread may draft for a row."""
@@ -113,11 +117,12 @@ class OverlappingDrafter(ChainDrafter):
         if row not in self._trees:
             return []
         growing, length = self._trees[row]
-        node: int | None = growing.root
+        node = growing.root
         for token in row.tokens[length:]:
-            node = next((child for child in _children(growing, node) if growing.tokens[child] == token), None)
-            if node is None:
+            found = [child for child in _children(growing, node) if growing.tokens[child] == token]
+            if not found:
                 return []
+            node = found[0]
         tokens: list[int] = []
         while below := _children(growing, node):
             node = below[0]
@@ -133,9 +138,7 @@ class OverlappingDrafter(ChainDrafter):
             node = growing.root
             for token in drafted:
                 (node,) = growing.add(node, [token])
-            growing.end_level([node])
-            if growing.frontier:
-                growing.frontier = list(range(growing.root, node + 1))
+            growing.end_level(range(growing.root, node + 1))
         self._trees[row] = growing, len(row.tokens)
         return growing
 
@@ -192,6 +195,11 @@ class OverlappingDrafter(ChainDrafter):
             for kept in (self._trees, self._noise):
                 kept.pop(row, None)
             super().end(row)
+
+
+def _continues(row: Row, drafted: Sequence[int]) -> bool:
+    """Whether tokens may follow the drafted ones."""
+    return not drafted or drafted[-1] not in row.ends
 
 
 def _children(growing: GrowingTree, node: int) -> list[int]:

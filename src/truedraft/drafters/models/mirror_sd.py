@@ -38,8 +38,8 @@ class MirrorSd(OverlappingDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens verified at most; published 3 to 7
     branches: int = knob(4, 0, 64)  # continued besides the whole draft; published: of each token the first 1 to 8
-    serial: int = knob(7, 0, 256)  # tokens drafted before a pass for which none are ready; published `length`
-    threads: int = knob(1, 1, 1024)  # that draft while the pass runs, besides those of the target
+    serial: int = knob(7, 0, 256)  # tokens drafted before a pass for which fewer are ready; published `length`
+    threads: int = knob(1, 1, 64)  # that draft while the pass runs, besides those of the target
 
     @property
     def expansions(self) -> int:
@@ -48,25 +48,30 @@ class MirrorSd(OverlappingDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if growing.state is None:  # a draft that is made before the pass
             return super().grow(growing, nodes, laws)
-        ends = range(len(nodes)) if growing.passes else [len(nodes) - 1]
-        added = [child for i in ends for child in growing.add(nodes[i], self.chosen(growing, nodes[i], laws[i]))]
-        growing.end_level(added if growing.passes else added + self._corrections(growing, [*nodes, *added], laws))
+        begun = 0 if growing.passes else len(growing.tokens) - 1  # those before have the next of the chain as a child
+        added = [
+            child
+            for node, law in zip(nodes, laws, strict=True)
+            if node >= begun
+            for child in growing.add(node, self.chosen(growing, node, law))
+        ]
+        growing.end_level(added if growing.passes else added + self._corrections(growing, nodes, laws))
 
-    def _corrections(self, growing: GrowingTree, chain: Sequence[int], laws: Tensor) -> list[int]:
+    def _corrections(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> list[int]:
         """Add the likeliest corrections: tokens other than those of a chain, each by the probability that the chain is
         right before it and it is right there.
 
-        laws: (k, V) at the first k nodes of the chain.
+        nodes: of the chain, from its root on. laws: (k, V) at these.
         """
         found: list[tuple[float, int, int]] = []
         right = 1.0
-        for place, law in enumerate(laws):
-            keys = self.keys(growing, chain[place], law)
-            shares = keys / keys.sum()
-            drafted = growing.tokens[chain[place + 1]] if place + 1 < len(chain) else -1
+        for node, law in zip(nodes, laws, strict=True):
+            shares = self.keys(growing, node, law)
+            shares = shares / shares.sum()
+            drafted = growing.tokens[node + 1] if node + 1 < len(growing.tokens) else -1
             values, tokens = shares.topk(min(self.branches + 1, len(shares)))
             found += [
-                (right * share, -chain[place], token)
+                (right * share, -node, token)
                 for share, token in zip(values.tolist(), tokens.tolist(), strict=True)
                 if share > 0 and token != drafted
             ]

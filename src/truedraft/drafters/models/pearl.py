@@ -33,8 +33,11 @@ class Pearl(OverlappingDrafter):
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens verified at most; published: the ratio of the times of both models' passes
-    serial: int = knob(0, 0, 256)  # tokens drafted before a pass for which none are ready; published 0
-    threads: int = knob(1, 1, 1024)  # that draft while the pass runs, besides those of the target
+    serial: int = knob(0, 0, 256)  # tokens drafted before a pass for which fewer are ready; published 0
+    threads: int = knob(1, 1, 64)  # that draft while the pass runs, besides those of the target
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        super().grow(growing, nodes[-1:], laws[-1:])
+        if nodes[-1] == len(growing.tokens) - 1:
+            super().grow(growing, nodes[-1:], laws[-1:])
+        else:  # the last token may have no children
+            growing.end_level([])
