@@ -30,7 +30,9 @@ HELD = {
 
 def plan(
     model: Annotated[str, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")],
-    draft: Annotated[str, Option(help="Drafter, with its draft model or head: draft-model:NAME, eagle3:FOLDER.")] = "auto",
+    draft: Annotated[
+        str, Option(help="Drafter, with its draft model or head: draft-model:NAME, eagle3:FOLDER.")
+    ] = "auto",
     rows: Annotated[int, Option(help="Rows of a batch.")] = 1,
     tokens: Annotated[int, Option(help="Tokens of a row, prompt and output together.")] = 2048,
     memory: Annotated[str | None, Option(help="Memory that there is, as 8GiB; by default what is free here.")] = None,
@@ -77,7 +79,9 @@ def _print(found: Plan) -> None:
     columns: list[Column[Part]] = [
         Column("part", "", lambda part: part.name),
         Column("size", "", lambda part: size(part.bytes) if part.bytes else "?" if part.known == "unknown" else "0"),
-        Column("known", "whether these are the bytes of the tensors, their most, or an estimate", lambda part: part.known),
+        Column(
+            "known", "whether these are the bytes of the tensors, their most, or an estimate", lambda part: part.known
+        ),
         Column("held", "when; empty for the whole time", lambda part: HELD[part.held]),
         Column("of", "", lambda part: part.of),
     ]

@@ -278,4 +278,3 @@ class ShapesAlone(StoredWeights):
             with torch.device("cpu"):
                 return super().__getitem__(name)
         return torch.empty(entry["shape"], dtype=STORED[entry["dtype"]], device=META)
-

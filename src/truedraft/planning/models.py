@@ -17,7 +17,7 @@ from truedraft import assets, loading
 from truedraft.bench.sizes import size_of
 from truedraft.runtime import checkpoints, native
 from truedraft.runtime._base import PROMPT
-from truedraft.runtime.compiled import buffer_rows, buffers_of
+from truedraft.runtime.buffers import buffer_rows, buffers_of
 from truedraft.runtime.forward import bytes_of_position, positions_together
 from truedraft.runtime.linears import SMALLEST
 from truedraft.runtime.native import OpKind
@@ -248,7 +248,7 @@ def grown_to(*passes: int) -> int:
     """Nodes for which the compiled pass has buffers after passes over so many, in this order."""
     most = 0
     for nodes in passes:
-        most = buffer_rows(nodes, most, TOGETHER)
+        most = buffer_rows(nodes, most)
     return most
 
 

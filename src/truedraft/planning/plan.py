@@ -159,7 +159,9 @@ class Plan:
             return f"{' or '.join(filter(None, fit))} fit"
         if self.plain <= self.memory:
             return f"drafting needs {size(self.least)}, and draft='none' fits"
-        return f"the least with drafts is {size(self.least)}, and {size(self.plain)} without: quantize, or a smaller model"
+        return (
+            f"the least with drafts is {size(self.least)}, and {size(self.plain)} without: quantize, or a smaller model"
+        )
 
 
 def planned(
