@@ -1,6 +1,6 @@
 """The command line: `truedraft generate`, `truedraft chat`, `truedraft correct`, `truedraft translate`,
 `truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft calibrate`,
-`truedraft export`, `truedraft serve`, `truedraft methods`."""
+`truedraft export`, `truedraft serve`, `truedraft plan`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from truedraft.cli import (
     export,
     generate,
     methods,
+    plan,
     serve,
     train,
     translate,
@@ -70,6 +71,7 @@ EXAMPLES: dict[Callable[..., int | None], str] = {
     calibrate.calibrate: "truedraft calibrate sleb --target MODEL --data FILE --out sleb.json",
     export.export: "truedraft export FOLDER --target MODEL --format vllm --out OUT",
     serve.serve: "truedraft serve nano --port 8000",
+    plan.plan: "truedraft plan nano --draft draft-model:nano-draft --rows 4 --tokens 1000 --memory 1GiB",
     methods.methods: "truedraft methods --json",
 }
 for command, example in EXAMPLES.items():

@@ -136,6 +136,7 @@ class Side:
         program, copies = self._head_program()
         if copies.bytes:
             yield Part("head copies", copies.bytes, "its weights, and the output head that it uses, in int8")
+            yield Part("rounding", copies.rounding, "while these copies are made", "start", "estimate")
         if not hasattr(head, "allocate"):  # all tokens at once, from the last hidden state
             logits = COPIES * rows * (load.nodes - 1) * target.config.vocab_size * FLOAT
             yield Part("head logits", logits, "its drafts, and their distributions", "draft", "at most")
@@ -277,4 +278,3 @@ class ShapesAlone(StoredWeights):
             with torch.device("cpu"):
                 return super().__getitem__(name)
         return torch.empty(entry["shape"], dtype=STORED[entry["dtype"]], device=META)
-

@@ -17,7 +17,7 @@ from truedraft import assets, loading
 from truedraft.bench.sizes import size_of
 from truedraft.runtime import checkpoints, native
 from truedraft.runtime._base import PROMPT
-from truedraft.runtime.compiled import buffer_rows, buffers_of
+from truedraft.runtime.buffers import buffer_rows, buffers_of
 from truedraft.runtime.forward import bytes_of_position, positions_together
 from truedraft.runtime.linears import SMALLEST
 from truedraft.runtime.native import OpKind
@@ -27,6 +27,7 @@ from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.processors import long_prompt, processor
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.weights import ROWS as TOGETHER_ROUNDED
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, padded_to_16
 from truedraft.targets import kinds
 from truedraft.targets.hostable import keeps_states
@@ -38,6 +39,7 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 COMPILED = (torch.float32, torch.bfloat16)  # dtypes of compiled passes
 GROUP = {"int8": 0, "int4": 32}  # weights of a row that share a scale; 0 for all of them
 FLOAT = 4  # bytes of a number of compiled passes
+ROUNDING = 4 * FLOAT  # bytes of a weight while it is rounded: itself, its magnitude, quotient and integer
 KEYS = 64  # places whose keys a worker of the compiled pass reads together
 CHUNK = 128  # nodes whose numbers it rounds together
 LANES = 16  # numbers that its rooms are whole multiples of
@@ -48,12 +50,14 @@ class CountedCopies(Copies):
     """Counts the copies of weights that a program would read, instead of making them.
 
     bits: of a number of theirs; 0 for that of the weights.
+    rounding: bytes that are held besides while the largest is rounded.
     """
 
     def __init__(self, bits: int = 0) -> None:
         super().__init__()
         self.bits, self._counted = bits, dict[tuple[int, int, torch.Size], int]()
         self._alive: list[Tensor] = []
+        self.rounding = 0
 
     def made(self, weight: Weight) -> Weight:
         raise NotImplementedError
@@ -65,6 +69,8 @@ class CountedCopies(Copies):
         key = values.untyped_storage()._cdata, values.storage_offset(), values.shape
         if key not in self._counted:
             self._counted[key] = panel_bytes(*weight.shape, values.dtype, self.bits)
+            if self.bits:
+                self.rounding = max(self.rounding, ROUNDING * min(weight.shape[0], TOGETHER_ROUNDED) * weight.shape[1])
             self._alive.append(values)
         return weight
 
@@ -242,7 +248,7 @@ def grown_to(*passes: int) -> int:
     """Nodes for which the compiled pass has buffers after passes over so many, in this order."""
     most = 0
     for nodes in passes:
-        most = buffer_rows(nodes, most, TOGETHER)
+        most = buffer_rows(nodes, most)
     return most
 
 

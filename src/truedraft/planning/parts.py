@@ -9,9 +9,9 @@ from typing import Literal
 
 from truedraft.errors import Refused
 
-Held = Literal["always", "timing", "prompt", "draft", "pass", "later"]
+Held = Literal["always", "start", "prompt", "draft", "pass", "later"]
 Known = Literal["exact", "at most", "estimate", "unknown"]
-PHASES: tuple[Held, ...] = ("timing", "prompt", "draft", "pass")
+PHASES: tuple[Held, ...] = ("start", "prompt", "draft", "pass")
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -20,7 +20,7 @@ class Part:
     """A part of the memory that is needed.
 
     bytes: 0 where it is unknown. of: what they are computed from.
-    held: the whole time, or only while passes are timed, while prompts are read, while drafts are made, or from a pass
+    held: the whole time, or only before the first token, while prompts are read, while drafts are made, or from a pass
         to the next; "later" is what may be kept of many calls, which one call does not need.
     known: whether they are those of the tensors that are allocated, the most that these may have, an estimate, or not
         known before the model runs.

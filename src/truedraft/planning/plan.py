@@ -49,17 +49,26 @@ class Setup:
 
     def parts(self, load: Load) -> list[Part]:
         """All parts of the memory that is needed, those of the target first."""
-        target, free = self.target, self.memory - self.target.weights
-        copies = target.copies(free)
+        return [*self.of_target(load), *self.of_drafter(load)]
+
+    def of_target(self, load: Load) -> list[Part]:
+        """The parts without those of the drafter."""
+        target = self.target
         found = [Part("weights", target.weights, _weights(target))]
-        if copies:
+        if copies := target.copies(self._free):
             found.append(Part("copies", copies, "weights in the order in which compiled passes read them"))
         found += self._of_passes(load)
-        if load.nodes > 1:
-            for side in self.sides:
-                found += side.parts(load, free - copies)
-        found += [Part("further", 0, unknown, known="unknown") for unknown in target.unknown]
-        return found
+        return found + [Part("further", 0, unknown, known="unknown") for unknown in target.unknown]
+
+    def of_drafter(self, load: Load) -> list[Part]:
+        """The parts of the drafter; none without drafts."""
+        free = self._free - self.target.copies(self._free)
+        return [part for side in self.sides if load.nodes > 1 for part in side.parts(load, free)]
+
+    @property
+    def _free(self) -> int:
+        """Bytes beside the target's weights."""
+        return self.memory - self.target.weights
 
     def _of_passes(self, load: Load) -> list[Part]:
         """The target's cache, and what its passes allocate."""
@@ -70,7 +79,7 @@ class Setup:
         of = f"{rows} rows x {load.tokens:,} tokens and {load.spare} for drafts"
         found = [
             Part("KV cache", target.cache(rows, positions), of),
-            Part("timed passes", target.cache(*measured), "a cache of their own, for the cost control", "timing"),
+            Part("timed passes", target.cache(*measured), "a cache of their own, for the cost control", "start"),
         ]
         if target.program is not None:
             tables = Part("tables", target.tables(max(positions, measured[1])), "by position, of rotary embeddings")
@@ -150,7 +159,9 @@ class Plan:
             return f"{' or '.join(filter(None, fit))} fit"
         if self.plain <= self.memory:
             return f"drafting needs {size(self.least)}, and draft='none' fits"
-        return f"the least with drafts is {size(self.least)}, and {size(self.plain)} without: quantize, or a smaller model"
+        return (
+            f"the least with drafts is {size(self.least)}, and {size(self.plain)} without: quantize, or a smaller model"
+        )
 
 
 def planned(

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
+from truedraft.runtime.buffers import buffer_rows, buffers_of, pad_in_place
 from truedraft.runtime._base import GreedyChain
 from truedraft.runtime.chaining import ChainBuffers, ExtendingPass, floats
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.experts import check_ops
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
-from truedraft.runtime.nodes import TOGETHER, Nodes, prompts_in_parts
+from truedraft.runtime.nodes import Nodes, prompts_in_parts
 from truedraft.runtime.panels import rounded_copies
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
 from truedraft.runtime.program import Program
@@ -230,16 +231,14 @@ class CompiledPass(ExtendingPass):
         inputs = embedded(self.model, trees, width, CPU)
         if inputs is not None:
             inputs = torch.cat([line[:size] for line, size in zip(inputs, sizes, strict=True)])
-        shape = (len(trees), width) if len(nodes) == width * len(trees) else None
+        shape, gather = (len(trees), width), range(len(nodes))
         if reduction.output_head:
             shape, gather = (len(trees), 0), range(0)
-        else:
-            gather = range(len(nodes))
         if reduction.sparing is not None:
             nodes.whole = [*chain.from_iterable(cursor.warm(trees, reduction.sparing.warm))]
         logits, states = self(nodes, gather, inputs, taps.hidden, reduction, shape)
-        if shape is None:
-            logits = torch.nn.utils.rnn.pad_sequence(list(logits.split(sizes)), batch_first=True)
+        if len(gather) < logits.shape[0] * logits.shape[1]:
+            pad_in_place(logits, sizes)
         hidden = {layer: list(state.split(sizes)) for layer, state in states.items()}
         return Scores(logits, hidden, [0] * len(trees))
 
@@ -254,7 +253,7 @@ class CompiledPass(ExtendingPass):
             embeds: (nodes, H) instead of token ids.
             hidden: layers whose hidden states are returned, numbered as in `Taps`.
             reduction: what does not run.
-            shape: sizes that the logits are returned in instead of len(gather).
+            shape: sizes that the logits are returned in instead of len(gather); the rest is not written.
 
         Returns:
             fp32 logits (*shape, V), and the hidden states (nodes, H) by layer.
@@ -337,7 +336,7 @@ class CompiledPass(ExtendingPass):
         """Allocate buffers for that many nodes; zeros, because padding of a row must stay zero."""
         if nodes <= self._arena:
             return
-        arena, self._arena, self._storage = buffer_rows(nodes, self._arena, TOGETHER), 0, []  # freed first
+        arena, self._arena, self._storage = buffer_rows(nodes, self._arena), 0, []  # freed first
         names, sizes = list(self.program.widths), buffers_of(self.program, arena)
         self._strides = [self._stride(name) for name in names]
         self._storage = [torch.zeros(sizes.get(name, (0, 0)), dtype=torch.float32) for name in names[:-1]]
@@ -375,18 +374,3 @@ class CompiledPass(ExtendingPass):
                 del self._variants[next(iter(self._variants))]
             self._variants[key] = (Op * len(ops))(*ops)
         return self._variants[key]
-
-
-def buffer_rows(nodes: int, before: int, least: int) -> int:
-    """Nodes that buffers are made for, where a pass needs `nodes` and those so far are for `before`."""
-    return before if nodes <= before else max(nodes, 2 * before, least)
-
-
-def buffers_of(program: Program, nodes: int) -> dict[str, tuple[int, int]]:
-    """The sizes of a program's buffers for so many nodes, by name: without parts of others, and without the logits,
-    which are allocated per pass."""
-    return {
-        name: (nodes * program.rows[name], padded_to_16(width))
-        for name, width in list(program.widths.items())[:-1]
-        if name not in program.parts
-    }
