@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.card import Card, knob
+from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import NodeBudget
-from truedraft.tree import DraftTree
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
 @dataclass
@@ -36,6 +37,10 @@ class OptTree(NodeBudget):
     gain: float = knob(0.5, 0, 1e3)  # stop where a level adds less than this to the expected acceptance; published 0.5
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._calibration = Calibration()
+
     def room(self, budget: int) -> int:
         return self.beam * self.length if budget > 0 else 0
 
@@ -46,5 +51,21 @@ class OptTree(NodeBudget):
         growing.end_level(added if after - before >= self.gain else [])
 
     def finished(self, growing: GrowingTree) -> DraftTree:
-        best = sorted(growing.score, key=lambda node: (-growing.score[node], node))
-        return growing.tree("certain", best[: min(self.nodes, growing.budget)])
+        score = growing.score
+        best = sorted(score, key=lambda node: (-score[node], node))[: min(self.nodes, growing.budget)]
+        confidence = (1.0, *(min(score[node] / score.get(growing.parent[node], 1.0), 1.0) for node in best))
+        return self._calibration.proposed(growing.row, growing.tree("certain", best).replaced(confidence=confidence))
+
+    def observe(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
+    ) -> None:
+        super().observe(rows, trees, scores, accepted)
+        self._calibration.update(rows)
+
+    def end(self, row: Row) -> None:
+        super().end(row)
+        self._calibration.end(row)
+
+    def forget(self) -> None:
+        super().forget()
+        self._calibration = Calibration()

@@ -158,7 +158,7 @@ class TextRouting(Joint):
                     self._move(row, self.like(row.tokens[-self.every :]) or self._chosen[id(row)])
 
     def _move(self, row: Row, name: str) -> None:
-        """Give a row to another specialist, unless that needs hidden states of its text, or more memory than there is."""
+        """Give a row to a specialist, unless that needs hidden states of its text, or more memory than there is."""
         old, new = self._drafters[self._chosen[id(row)]], self._drafters[name]
         if new is not old:
             if new.needs.hidden:
