@@ -190,9 +190,13 @@ class HeadReader(RowReader):
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
         fused = self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype))
-        embeds.append(self._embeds(row, first + 1, count))
+        embeds.append(self._beside(row, first, fused))
         features.append(fused)
         self._cache.lengths[slot] += count
+
+    def _beside(self, row: Row, place: int, features: Tensor) -> Tensor:
+        """What the head reads beside features, (count, H), from a place on: the embeddings of the tokens after them."""
+        return self._embeds(row, place + 1, len(features))
 
     def _embeds(self, row: Row, first: int, count: int) -> Tensor:
         """(count, H) embeddings of a row's tokens from a position on."""
