@@ -86,7 +86,7 @@ class Distilling(Learner):
                 f"{self.model} has another tokenizer than the target, and a draft model learns the distributions of "
                 "its own tokens: give one with the target's tokenizer, or leave model= out for a fresh one"
             )
-        return student.to(self.target.device)  # type: ignore[no-any-return]
+        return student.to(self.target.device)
 
     def _fresh(self) -> PreTrainedModel:
         theirs = self.target.config.get_text_config(decoder=True)
@@ -101,7 +101,7 @@ class Distilling(Learner):
                 "width= or heads=, or a small model by model="
             ) from e
         student.generation_config = copy.deepcopy(self.target.generation_config)
-        return student  # type: ignore[no-any-return]
+        return student
 
     def prepare(self, counts: Tensor) -> None:
         """Begin with the target's embeddings, and its output head, projected to the width of a fresh student."""
@@ -238,7 +238,7 @@ def projected(table: Tensor, width: int) -> Tensor:
 def states_before(student: Any, batch: Batch) -> Tensor:
     """(rows, length - 1, H) hidden states of a model, after its final norm, before each token but the first."""
     read = student.base_model(input_ids=batch.ids, attention_mask=batch.mask.long(), use_cache=False)
-    return read.last_hidden_state[:, :-1]  # type: ignore[no-any-return]
+    return read.last_hidden_state[:, :-1]
 
 
 def rights(student: Any, batch: Batch) -> Tensor:
