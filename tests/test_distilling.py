@@ -43,6 +43,7 @@ def sharp() -> PreTrainedModel:
 
 
 def learner(of: PreTrainedModel | None = None, **knobs: Any) -> Any:
+    target()  # the first one draws random numbers
     torch.manual_seed(3)
     made = registry.method("drafters", "draft-model").learner(**{**({} if "model" in knobs else SMALL), **knobs})
     if of is not None:
@@ -308,6 +309,7 @@ def test_command_trains_a_draft_model(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     for changes, message in (
         (["--text-share", "0"], "--text-share 0.0: give a number above 0 and below 1"),
+        (["--text-share", "0.5"], "--text-share: there are no --texts to draw from"),
         (["--texts", str(tmp_path / "none")], "none cannot be read"),
     ):
         assert main([*base, *options[:-1], str(tmp_path / "x"), *changes]) == 2

@@ -114,9 +114,9 @@ ALLOWED = {
     "files": {"errors"},
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
     # runtime: the target's hidden states; bench: its plots; canvas: filters of policies; card: knobs of trainings;
-    # registry: a reference by name
+    # registry: a reference by name; tree: the passes whose time is measured
     "train": {"errors", "files", "train", "accelerated", "drafters", "stores", "runtime", "bench", "canvas"}
-    | {"card", "registry"},
+    | {"card", "registry", "tree"},
     # runtime: the hidden states of given texts
     "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},

@@ -42,7 +42,7 @@ ARCHITECTURES = {
 }
 LEARNT = [
     name for name in registry.names("drafters")
-    if (method := registry.method("drafters", name)).learner is not None and "encoder-decoder" not in method.card.cannot
+    if "training" in (card := registry.method("drafters", name).card).needs and "encoder-decoder" not in card.cannot
 ]  # fmt: skip
 LEARNT += [preset for preset, (name, _) in registry.presets("drafters").items() if name in LEARNT]
 FREE = [n for n in registry.names("drafters") if not set(registry.method("drafters", n).card.needs)]

@@ -1,6 +1,6 @@
 """The command line: `truedraft generate`, `truedraft chat`, `truedraft correct`, `truedraft translate`,
-`truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft calibrate`,
-`truedraft export`, `truedraft serve`, `truedraft plan`, `truedraft methods`."""
+`truedraft demo`, `truedraft bench`, `truedraft audit`, `truedraft corpus`, `truedraft train`, `truedraft shapes`,
+`truedraft calibrate`, `truedraft export`, `truedraft serve`, `truedraft plan`, `truedraft methods`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from truedraft.cli import (
     methods,
     plan,
     serve,
+    shapes,
     train,
     translate,
 )
@@ -68,6 +69,7 @@ EXAMPLES: dict[Callable[..., int | None], str] = {
     bench.bench: "truedraft bench nano --draft auto --draft none --limit 2 --html page.html",
     audit.audit: "truedraft audit nano --draft suffix --max-new-tokens 32",
     train.train: "truedraft train gad:k=6 --target MODEL --data FILE --out FOLDER --minutes 30",
+    shapes.shapes: "truedraft shapes --target MODEL --data FILE --out RUN --parameters 100000000 --minutes 30",
     calibrate.calibrate: "truedraft calibrate sleb --target MODEL --data FILE --out sleb.json",
     export.export: "truedraft export FOLDER --target MODEL --format vllm --out OUT",
     serve.serve: "truedraft serve nano --port 8000",

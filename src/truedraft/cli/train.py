@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda")
 LEARNING_RATE = 3e-3
+SHARE = 0.1  # of --texts; published
 FINE_TUNING = {"dparallel": 3e-4}  # learning rates of policies for which a whole model is trained
 
 
@@ -46,7 +47,9 @@ def train(
         Path | None,
         Option(help="Texts to mix in, a line each, plain or .gz: all of their tokens are predicted, for decoders."),
     ] = None,
-    text_share: Annotated[float, Option(help="The share of lines that is drawn from --texts.")] = 0.1,
+    text_share: Annotated[
+        float | None, Option(help="The share of lines that is drawn from --texts; by default 0.1.")
+    ] = None,
     temperature: Annotated[float, Option(help="Of the model's responses; 0 for its likeliest tokens.")] = 0.0,
     max_new_tokens: Annotated[int, Option(help="Tokens of a response, at most.")] = 512,
     max_length: Annotated[int, Option(help="Tokens of prompt and response, at most; 0: the model's context.")] = 0,
@@ -67,8 +70,8 @@ def train(
         bool, Option("--resume", help="Continue the run in the folder from its last validation.")
     ] = False,
 ) -> None:
-    """Train a drafter for a model on the model's responses; use it as `--draft NAME:FOLDER`. Or, for a diffusion model,
-    what a policy learns from the model's own decoding: learn2pd or dparallel.
+    """Train a drafter for a model on the model's responses, a head or a draft model; use it as `--draft NAME:FOLDER`.
+    Or, for a diffusion model, what a policy learns from the model's own decoding: learn2pd or dparallel.
 
     \f
     Raises Refused, before any work: a file, folder, model or drafter cannot be used.
@@ -79,12 +82,11 @@ def train(
         raise Refused(f"--labels {labels}: choose target or given")
     if device not in DEVICES:
         raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
-    if not 0 < text_share < 1:
-        raise Refused(f"--text-share {text_share}: give a number above 0 and below 1")
+    policy = _policy(drafter)
+    _check_texts(text_share, texts, policy)
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
-    policy = _policy(drafter)
     if policy is None:
         registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
@@ -124,7 +126,7 @@ def train(
     train_drafter(
         learner, _placed(model, device), tokenizer, sources, out, plan,
         answers=answers if labels == "given" else None,
-        texts=others, share=text_share, how=Responding(max_new_tokens, max_length, temperature, chat, seed),
+        texts=others, share=text_share or SHARE, how=Responding(max_new_tokens, max_length, temperature, chat, seed),
         batch=batch, resume=resume,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
@@ -138,6 +140,16 @@ def _check_numbers(positive: Mapping[str, float], temperature: float, max_length
         raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
     if max_length != 0 and max_length < 2:
         raise Refused(f"--max-length {max_length}: give 0 for the model's context, or at least 2")
+
+
+def _check_texts(share: float | None, texts: Path | None, policy: str | None) -> None:
+    """Raises Refused where texts are not mixed in as the options say."""
+    if share is not None and not 0 < share < 1:
+        raise Refused(f"--text-share {share}: give a number above 0 and below 1")
+    if share is not None and texts is None:
+        raise Refused("--text-share: there are no --texts to draw from: give both, or neither")
+    if texts is not None and policy is not None:
+        raise Refused(f"--texts: {policy} learns from what the model decodes alone: leave it out")
 
 
 def _policy(spec: str) -> str | None:

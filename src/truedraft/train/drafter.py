@@ -39,6 +39,7 @@ def train_drafter(
     answers: Sequence[str | None] | None = None,
     texts: Sequence[str] = (),
     share: float = 0.1,
+    responses: Path | None = None,
     how: Responding | None = None,
     batch: int = 2048,
     resume: bool = False,
@@ -56,6 +57,7 @@ def train_drafter(
         answers: responses to use instead of the target's own; None for a text of its own, see `given_responses`.
         texts: that other lines are mixed with, for decoders: all of their tokens but the first are predicted.
         share: the share of lines that is drawn from these.
+        responses: folder of the target's responses; by default `out`.
         how: how the target responds, and how long texts may be.
         batch: tokens of a step, with padding; of an encoder-decoder those of the longer side.
         report: called with lines of text on the progress.
@@ -77,10 +79,9 @@ def train_drafter(
     with _writing(out, learner):
         out.mkdir(parents=True, exist_ok=True)
         how = how or Responding()
-        lines, others, read = _read(model, tokenizer, sources, answers, texts, out, how, learner, report)
-        step = max(HELD_OUT, len(lines) // MOST)
-        held = lines[::step]
-        trained = [line for i, line in enumerate(lines) if i % step] or held
+        kept = responses or out
+        lines, others, read = _read(model, tokenizer, sources, answers, texts, kept, how, learner, report)
+        held, trained = held_out(lines)
         training = _Training(learner, model, out, read, held, batch)
         with model.device:
             if not resume:
@@ -102,6 +103,13 @@ def train_drafter(
                 on_progress=partial(setattr, learner, "progress"), report=report,
             )  # fmt: skip
     return {"tokens_per_pass": training.best}
+
+
+def held_out(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """The lines that are held out for validation, and those to train on."""
+    step = max(HELD_OUT, len(lines) // MOST)
+    held = [*lines[::step]]
+    return held, [line for i, line in enumerate(lines) if i % step] or held
 
 
 @dataclass

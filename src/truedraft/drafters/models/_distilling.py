@@ -86,7 +86,7 @@ class Distilling(Learner):
                 f"{self.model} has another tokenizer than the target, and a draft model learns the distributions of "
                 "its own tokens: give one with the target's tokenizer, or leave model= out for a fresh one"
             )
-        return student.to(self.target.device)  # type: ignore[no-any-return]
+        return student.to(self.target.device)
 
     def _fresh(self) -> PreTrainedModel:
         theirs = self.target.config.get_text_config(decoder=True)
@@ -101,7 +101,7 @@ class Distilling(Learner):
                 "width= or heads=, or a small model by model="
             ) from e
         student.generation_config = copy.deepcopy(self.target.generation_config)
-        return student  # type: ignore[no-any-return]
+        return student
 
     def prepare(self, counts: Tensor) -> None:
         """Begin with the target's embeddings, and its output head, projected to the width of a fresh student."""
@@ -142,9 +142,8 @@ class Distilling(Learner):
     def _logits(self, batch: Batch, counted: Tensor) -> Tensor:
         """(n, V) logits of the student before each counted token, over the tokens that both models have."""
         student: Any = self.module
-        read = student.base_model(input_ids=batch.ids, attention_mask=batch.mask.long(), use_cache=False)
         sizes = (model.config.get_text_config(decoder=True).vocab_size for model in (student, self.target))
-        return target_logits(student, read.last_hidden_state[:, :-1][counted])[:, : min(sizes)]
+        return target_logits(student, states_before(student, batch)[counted])[:, : min(sizes)]
 
     def _law(self, batch: Batch, counted: Tensor, size: int) -> Tensor:
         """(n, size) probabilities of the target before each counted token."""
@@ -198,8 +197,7 @@ class Distilling(Learner):
 
 def shaped(config: Any, layers: int, width: int, heads: int, inner: int, tied: bool) -> Any:
     """A configuration of another shape; 0 for the share of the given one that is published."""
-    made, size, count = copy.deepcopy(config), config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or size // count
+    made, size, count, head = copy.deepcopy(config), config.hidden_size, config.num_attention_heads, head_size(config)
     width = width or max(size // SHARE_OF_WIDTH // head, 1) * head
     head = min(head, width) if not heads else max(width // heads, 1)
     heads = heads or width // head
@@ -222,6 +220,11 @@ def shaped(config: Any, layers: int, width: int, heads: int, inner: int, tied: b
     return made
 
 
+def head_size(config: Any) -> int:
+    """Numbers of a head of attention."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def projected(table: Tensor, width: int) -> Tensor:
     """(V, H) embeddings -> (V, width), their coordinates along the directions in which they differ most; of a wider
     student the remaining ones are random."""
@@ -230,6 +233,21 @@ def projected(table: Tensor, width: int) -> Tensor:
     kept = table @ axes[:, -min(width, table.shape[1]) :]
     found[:, : kept.shape[1]] = kept / kept.square().mean().sqrt()
     return SPREAD * found
+
+
+def states_before(student: Any, batch: Batch) -> Tensor:
+    """(rows, length - 1, H) hidden states of a model, after its final norm, before each token but the first."""
+    read = student.base_model(input_ids=batch.ids, attention_mask=batch.mask.long(), use_cache=False)
+    return read.last_hidden_state[:, :-1]
+
+
+def rights(student: Any, batch: Batch) -> Tensor:
+    """(rows, length - 1) bool, whether the token behind each position is to be predicted, and the likeliest one."""
+    counted = batch.loss_mask[:, 1:]
+    found = torch.zeros_like(counted)
+    best = target_logits(student, states_before(student, batch)[counted]).argmax(-1)
+    found[counted] = best == batch.ids[:, 1:][counted]
+    return found
 
 
 def reach_of(right: Sequence[bool], most: int) -> list[int]:
