@@ -146,7 +146,7 @@ class NestedReader(Reader):
     def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
         return self._go_on(0, chains)
 
-    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
+    def keep(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]] = ()) -> None:
         """Does nothing: what was read is kept already."""
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
