@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from models import ragged, tiny
 from nets import ACROSS, drafter
 from test_seq2seq import tiny as seq2seq
 from truedraft import Refused, registry
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
@@ -172,6 +175,33 @@ def test_tokens_are_drawn_by_the_probabilities_of_their_strings(seed: int) -> No
             sharper = torch.tensor([law[token] for token in range(8)]).square()
             assert torch.allclose(tree.dist[node], sharper / sharper.sum(), atol=1e-5)
     assert max(map(len, trees[:2])) > 3
+
+
+def test_splits_of_the_last_word_are_read_behind_the_words_before() -> None:
+    """Several nodes in the first pass of a draft, with tokens before its root; rejected ones are read no more."""
+    model = tiny("llama", vocabulary=8)
+    made: Any = drafter("string-level-rejection", model, length=1)
+    propose, passes = made.propose, itertools.count()
+    made.propose = lambda rows, budget: propose(rows, [most * (next(passes) % 8 < 2) for most in budget])
+    grow, several = made.grow, []
+
+    def checked(growing: GrowingTree, nodes: list[int], laws: torch.Tensor) -> None:
+        several.append(growing.root > 0 and len(nodes) > 1 and growing.passes == 0)
+        for node, law in zip(nodes, laws, strict=True):
+            path = []
+            while node > growing.root:
+                path.append(growing.ids[node])
+                node = growing.parent[node]
+            ids = torch.tensor([[*growing.state.text, *path[::-1]]])
+            with torch.no_grad():
+                assert torch.allclose(made.model(ids, use_cache=False).logits[0, -1].softmax(-1), law)
+        grow(growing, nodes, laws)
+
+    made.grow = checked
+    fast = truedraft.accelerate(model, draft=made, control="fixed")
+    torch.manual_seed(0)
+    fast.generate(torch.randint(8, (1, 9)), max_new_tokens=30, do_sample=True)
+    assert sum(several) > 1 and not all(several)
 
 
 @pytest.mark.parametrize("name", ["draft-model", "string-level-exact", "string-level-rejection"])
