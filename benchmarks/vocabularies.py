@@ -3,9 +3,9 @@
     python benchmarks/vocabularies.py [--pairs TARGET DRAFT ...] --json FILE
 
 Each way decodes the same prompts. Counted are passes of the target, and passes and tokens of the draft model behind its
-prompt, so that the load of a machine does not matter. `transformers` is its assisted generation with
-`assistant_tokenizer`, greedy. Exact are tokens that equal those of `model.generate`, sampled ones under the same seed; a rule
-for distributions has other tokens.
+prompt, so that the load of a machine does not matter; for `transformers`, its assisted generation with
+`assistant_tokenizer` (greedy), those over the prompt too. Exact are tokens that equal those of `model.generate`,
+sampled ones under the same seed; a rule for distributions has other tokens.
 """
 
 from __future__ import annotations
