@@ -1,19 +1,18 @@
-"""Draft models with another tokenizer: exactness, acceptance and speed of each way, for pairs of real checkpoints.
+"""Draft models with another tokenizer: exactness, acceptance and cost of each way, for pairs of real checkpoints.
 
     python benchmarks/vocabularies.py [--pairs TARGET DRAFT ...] --json FILE
 
-Each way decodes the same prompts greedily, in rounds. `transformers` is its assisted generation with
-`assistant_tokenizer`, which matches text too. Speeds are medians of ratios to truedraft without drafts, on the same
-prompt in the same round, with drafts in full and under cost control.
+Each way decodes the same prompts. Counted are passes of the target, and passes and tokens of the draft model behind its
+prompt, so that the load of a machine does not matter; for `transformers`, its assisted generation with
+`assistant_tokenizer` (greedy), those over the prompt too. Exact are tokens that equal those of `model.generate`,
+sampled ones under the same seed; a rule for distributions has other tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,87 +20,128 @@ import torch
 
 import truedraft
 from truedraft import assets
-from truedraft.cli._models import machine
+from truedraft.drafters.models._vocabularies import Vocabularies
 from truedraft.files import write_whole
 from truedraft.loading import load
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "shared" / "weights"
 LLAMA, SMALL, LETTERS = (str(WEIGHTS / name) for name in ("bitllama_3M", "stories260K", "babyllama_tok105"))
-PAIRS = [
-    (LLAMA, LETTERS),
-    (LLAMA, "nano-draft"),
-    ("nano", LLAMA),
-    ("nano", SMALL),
-    (SMALL, "nano-draft"),
-    (LETTERS, SMALL),
-]
-WAYS = ("draft-model", "string-level-exact")
+PAIRS = [(LLAMA, LETTERS), (LETTERS, SMALL), ("nano", SMALL), ("nano", LLAMA)]
+WAYS = ("draft-model", "string-level-exact", "string-level-rejection")
+DECODED: dict[str, dict[str, Any]] = {  # name -> rule
+    "greedy": {"rule": "greedy"},
+    "sampled, seeded": {"rule": "seeded"},
+    "sampled, rejection": {"rule": "rejection"},
+}
 
 
-def measured(target: str, draft: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """A row by way of drafting."""
+class Counted:
+    """Passes of a draft model, and the tokens that they read."""
+
+    def __init__(self) -> None:
+        self.passes = self.nodes = 0
+
+    def add(self, passes: int, nodes: int) -> None:
+        self.passes += passes
+        self.nodes += nodes
+
+    def watch_reader(self, target: Any) -> None:
+        """Count the passes that read drafts by a draft model of truedraft."""
+        extend, greedily = target.extend, target.extend_greedily
+
+        def extended(trees: Sequence[Any], written: Sequence[int], last: Sequence[int]) -> torch.Tensor:
+            self.add(1, sum(map(len, trees)) - sum(written))
+            return extend(trees, written, last)  # type: ignore[no-any-return]
+
+        def extended_greedily(trees: Sequence[Any], written: Sequence[int], chains: Sequence[Any]) -> Any:
+            if (drafted := greedily(trees, written, chains)) is not None:
+                later = [max(len(tokens) - 1, 0) for tokens in drafted]
+                self.add(1 + max(later), sum(map(len, trees)) - sum(written) + sum(later))
+            return drafted
+
+        target.extend, target.extend_greedily = extended, extended_greedily
+
+    def watch_model(self, model: Any) -> Any:
+        """Count the passes of a model of transformers, those over prompts too; returns the handle of its hook."""
+        return model.register_forward_pre_hook(
+            lambda _, args, kwargs: self.add(1, (args[0] if args else kwargs["input_ids"]).shape[1]), with_kwargs=True
+        )
+
+
+def counted(target: str, draft: str, tokens: int) -> list[dict[str, Any]]:
+    """A row by way of drafting and of decoding."""
     (model, tokenizer), (small, other) = load(target), load(draft)
-    fast: dict[str, Any] = {"none": truedraft.accelerate(model, tokenizer, draft=None)}
-    for way in WAYS:
-        for control in ("fixed", "cost"):
-            fast[f"{way}, {control}"] = truedraft.accelerate(
-                model, tokenizer, draft=f"{way}:model={draft}", control=control
-            )
-    sides: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        name: lambda ids, side=side: side.generate(ids, max_new_tokens=tokens, do_sample=False)  # type: ignore[misc]
-        for name, side in fast.items()
-    }
-    sides["transformers"] = lambda ids: model.generate(
-        ids,
-        max_new_tokens=tokens,
-        do_sample=False,
-        assistant_model=small,
-        tokenizer=tokenizer,
-        assistant_tokenizer=other,
-    )
     texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
     prompts = [tokenizer(text.lower(), return_tensors="pt").input_ids[:, :64] for text in texts]
-    plain = [model.generate(ids, max_new_tokens=tokens, do_sample=False) for ids in prompts]
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    exact, passes, accepted = dict.fromkeys(sides, True), dict.fromkeys(fast, 0), {name: [0, 0] for name in fast}
-    for _ in range(rounds):
-        for ids, expected in zip(prompts, plain, strict=True):
-            for name, side in sides.items():
-                start = time.perf_counter()
-                exact[name] &= torch.equal(side(ids), expected)
-                seconds[name].append(time.perf_counter() - start)
-                if name in fast:
-                    emitted = [one for found in fast[name].report().passes for one in found.emitted]
-                    passes[name] += len(fast[name].report().passes)
-                    kept, offered = accepted[name]
-                    accepted[name] = [kept + sum(e.drafted for e in emitted), offered + sum(e.offered for e in emitted)]
-    count = rounds * sum(one.shape[1] - ids.shape[1] for one, ids in zip(plain, prompts, strict=True))
-    return [
-        {
-            "target": Path(target).name, "draft": Path(draft).name, "way": name, "exact": exact[name],
-            "tokens_per_pass": count / passes[name] if name in fast else None,
-            "accepted": accepted[name][0] / max(accepted[name][1], 1) if name in fast else None,
-            "speed": statistics.median(a / b for a, b in zip(seconds["none"], seconds[name], strict=True)),
-        }
-        for name in sides
-    ]  # fmt: skip
+    shared, rows = len(Vocabularies(tokenizer, other).shared), list[dict[str, Any]]()
+
+    def add(
+        way: str, decoded: str, generate: Callable[..., torch.Tensor], passes: Callable[[], int], own: Counted
+    ) -> None:
+        sample, exact, emitted, verified = decoded != "greedy", True, 0, 0
+        for ids in prompts:
+            settings = dict(max_new_tokens=tokens, do_sample=sample)
+            torch.manual_seed(1)
+            expected = model.generate(ids, **settings)
+            before = passes()
+            torch.manual_seed(1)
+            found = generate(ids, **settings)
+            verified += passes() - before
+            exact &= torch.equal(found, expected)
+            emitted += found.shape[1] - ids.shape[1]
+        by_law = decoded == "sampled, rejection"
+        rows.append({
+            "target": Path(target).name, "draft": Path(draft).name, "shared": shared,
+            "of": len(tokenizer), "way": way, "decoded": decoded, "exact": None if by_law else exact,
+            "tokens_per_pass": round(emitted / verified, 3), "draft_passes": round(own.passes / emitted, 3),
+            "draft_tokens": round(own.nodes / emitted, 3),
+        })  # fmt: skip
+
+    for way in WAYS:
+        for decoded, rule in DECODED.items():
+            if way == "string-level-exact" and decoded == "sampled, rejection":
+                continue
+            fast = truedraft.accelerate(model, tokenizer, draft=f"{way}:model={draft}", control="fixed", **rule)
+            own, seen = Counted(), Counted()
+            own.watch_reader(fast.drafter.reader.target)  # type: ignore[attr-defined]
+
+            def generate(ids: torch.Tensor, fast: Any = fast, seen: Counted = seen, **settings: Any) -> torch.Tensor:
+                found = fast.generate(ids, **settings)
+                seen.add(len(fast.report().passes), 0)
+                return found  # type: ignore[no-any-return]
+
+            add(way, decoded, generate, lambda seen=seen: seen.passes, own)  # type: ignore[misc]
+    own, seen = Counted(), Counted()
+
+    def assisted(ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+        handles = [own.watch_model(small), seen.watch_model(model)]
+        try:
+            return model.generate(  # type: ignore[no-any-return]
+                ids, assistant_model=small, tokenizer=tokenizer, assistant_tokenizer=other, **settings
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    add("transformers", "greedy", assisted, lambda: seen.passes, own)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", metavar="MODEL", help="a target and its draft model, and so on")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     pairs = list(zip(args.pairs[::2], args.pairs[1::2], strict=True)) if args.pairs else PAIRS
-    found: dict[str, Any] = {"machine": machine(), "rows": []}
+    found: dict[str, Any] = {"tokens": args.tokens, "results": []}
     for target, draft in pairs:
-        found["rows"] += measured(target, draft, args.tokens, args.rounds)
-        for row in found["rows"][-len(WAYS) * 2 - 2 :]:
+        rows = counted(target, draft, args.tokens)
+        found["results"] += rows
+        for row in rows:
             print(row, flush=True)
         if args.json:
-            write_whole(args.json, json.dumps(found, indent=1))
+            write_whole(args.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

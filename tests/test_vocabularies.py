@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
 from functools import cache
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import truedraft
 from models import ragged, tiny
 from nets import ACROSS, drafter
 from test_seq2seq import tiny as seq2seq
 from truedraft import Refused, registry
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
@@ -27,7 +31,8 @@ from vocabularies import spelling, turned
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDERS = {
-    "llama": "weights/bitllama_3M", "letters": "weights/babyllama_tok105", "neox": "tokenizers/gpt_neox_20B",
+    "llama": "weights/bitllama_3M", "letters": "weights/babyllama_tok105",
+    "gpt2": "tokenizers/gpt2", "neox": "tokenizers/gpt_neox_20B",
 }  # fmt: skip
 EMBEDDED = ("nano", "nano-gec")
 TEXTS = (
@@ -50,6 +55,8 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase:
         return load(name)[1]
     for folder in (SHARED / FOLDERS[name], SHARED / "data" / FOLDERS[name]):
         if folder.is_dir():
+            if name == "gpt2":
+                return GPT2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
             return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
     pytest.skip(f"{FOLDERS[name]} is not on this machine")
 
@@ -76,6 +83,47 @@ def test_a_text_that_grows_by_tokens_is_as_the_other_tokenizer_splits_it(target:
         assert drafted == found
         split += 1
     assert split or mine.unk_token_id is not None
+
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TURNS = [
+    {"role": "system", "content": "You are a helpful robot."},
+    {"role": "user", "content": "Tell me a story, 🙂 please!"},
+]
+WHOLE = ("llama", "gpt2", "nano")  # that keep all of a text
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_a_conversation_is_read_without_the_special_tokens_that_a_draft_model_has_not(target: str) -> None:
+    """Also where a text goes on in the middle of a character: its first bytes have no token yet."""
+    mine = copy.deepcopy(tokenizer(target))
+    mine.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    ids = mine.apply_chat_template(TURNS, chat_template=CHAT, return_dict=False)
+    marks = {mine.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")}
+    assert sum(token in marks for token in ids) == 5
+    texts = token_bytes(mine)
+    for draft in WHOLE:
+        other = tokenizer(draft)
+        own, rendering = token_bytes(other), Rendering(Vocabularies(mine, other))
+        for i in range(1, len(ids) + 1):
+            whole = rendering.continued(ids[:i]).whole
+            assert not {other.unk_token_id, *marks} - {None} & set(whole) or draft == target
+            spelled = b"".join(own.get(token, b"") for token in whole)
+            text = b"".join(texts.get(token, b"") for token in ids[:i]).decode(errors="ignore").encode()
+            assert spelled.lstrip() == text.lstrip(), draft
+    same = copy.deepcopy(tokenizer(WHOLE[0]))
+    same.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|im_start|>"]})
+    whole = Rendering(Vocabularies(mine, same)).continued(ids).whole
+    mark = same.convert_tokens_to_ids("<|im_start|>")
+    assert whole.count(mark) == 3 and same.convert_tokens_to_ids("<|im_end|>") in whole
+
+
+def test_a_tokenizer_that_loses_text_drafts_behind_the_word_that_it_lost() -> None:
+    """Letters have no ideographs: unknown tokens stand for them."""
+    mine, other = tokenizer("neox"), tokenizer("letters")
+    rendering = Rendering(Vocabularies(mine, other)).continued(mine.encode("the 漢字 dog", add_special_tokens=False))
+    assert rendering.whole == other.encode("the 漢字 dog")
+    assert other.unk_token_id in rendering.ids and rendering.word == b" dog"
 
 
 def test_the_bytes_of_tokens() -> None:
@@ -173,6 +221,33 @@ def test_tokens_are_drawn_by_the_probabilities_of_their_strings(seed: int) -> No
             sharper = torch.tensor([law[token] for token in range(8)]).square()
             assert torch.allclose(tree.dist[node], sharper / sharper.sum(), atol=1e-5)
     assert max(map(len, trees[:2])) > 3
+
+
+def test_splits_of_the_last_word_are_read_behind_the_words_before() -> None:
+    """Several nodes in the first pass of a draft, with tokens before its root; rejected ones are read no more."""
+    model = tiny("llama", vocabulary=8)
+    made: Any = drafter("string-level-rejection", model, length=1)
+    propose, passes = made.propose, itertools.count()
+    made.propose = lambda rows, budget: propose(rows, [most * (next(passes) % 8 < 2) for most in budget])
+    grow, several = made.grow, []
+
+    def checked(growing: GrowingTree, nodes: list[int], laws: torch.Tensor) -> None:
+        several.append(growing.root > 0 and len(nodes) > 1 and growing.passes == 0)
+        for node, law in zip(nodes, laws, strict=True):
+            path = []
+            while node > growing.root:
+                path.append(growing.ids[node])
+                node = growing.parent[node]
+            ids = torch.tensor([[*growing.state.text, *path[::-1]]])
+            with torch.no_grad():
+                assert torch.allclose(made.model(ids, use_cache=False).logits[0, -1].softmax(-1), law)
+        grow(growing, nodes, laws)
+
+    made.grow = checked
+    fast = truedraft.accelerate(model, draft=made, control="fixed")
+    torch.manual_seed(0)
+    fast.generate(torch.randint(8, (1, 9)), max_new_tokens=30, do_sample=True)
+    assert sum(several) > 1 and not all(several)
 
 
 @pytest.mark.parametrize("name", ["draft-model", "string-level-exact", "string-level-rejection"])

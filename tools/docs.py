@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),
     "serve": lambda document, part: figures.serve(part),
+    "vocabularies": lambda document: figures.vocabularies(),
     "serve-settings": lambda document: serving.settings(),
     "serve-parameters": lambda document: serving.parameters(),
     "whole-calls": lambda document: figures.whole_calls(),

@@ -297,6 +297,27 @@ def whole_calls() -> list[str]:
     )  # fmt: skip
 
 
+def vocabularies() -> list[str]:
+    """Draft models with another tokenizer: a row by pair of models and way of drafting."""
+    of_way: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for one in _results("vocabularies"):
+        of_way.setdefault((one["target"], one["draft"], one["way"]), {})[one["decoded"]] = one
+    rows = []
+    for (target, draft, way), found in of_way.items():
+        greedy, ways = found["greedy"], ("greedy", "sampled, seeded", "sampled, rejection")
+        exact = [one["exact"] for one in found.values() if one["exact"] is not None]
+        rows.append(
+            [
+                f"{target} by {draft}", f"{greedy['shared']:,} of {greedy['of']:,}",
+                way if way == "transformers" else f"`{way}`", "yes" if all(exact) else "no",
+                *(_rounded(found[decoded]["tokens_per_pass"]) if decoded in found else "" for decoded in ways),
+                _rounded(greedy["draft_passes"]), _rounded(greedy["draft_tokens"]),
+            ]
+        )  # fmt: skip
+    head = ["model by draft model", "shared tokens", "way", "identical", "greedy", "`seeded`", "`rejection`"]
+    return _table([*head, "draft passes per token", "draft tokens per token"], rows)
+
+
 def serve(part: str) -> list[str]:
     """A part of the server's benchmark, a row for each of its lines.
 

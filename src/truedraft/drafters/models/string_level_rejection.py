@@ -9,9 +9,10 @@ part of the splits was summed: the first token of the target that the draft mode
 A text that goes on to a longer token does not count for its beginnings, and a draft model's token that reaches beyond
 the string of t counts for t. Splits begin where the last word of the row does, and may cross the row's end.
 
-It wins where the tokenizers have few tokens in common and drafts are sampled, which `string-level-exact` cannot draw.
-It is for short tokens and small vocabularies: a token of the target costs as many passes of the draft model as it has
-tokens of that.
+It wins where the tokenizers have few tokens in common and drafts are sampled, as `string-level-exact` has no
+probabilities, and most where the draft model's tokens are the longer ones. It is for short tokens and small
+vocabularies: a token of the target costs as many passes of the draft model as it has tokens of that, several in each,
+and Python work by the size of both vocabularies for each new string.
 """
 
 from __future__ import annotations
