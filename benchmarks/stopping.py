@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }  # fmt: skip
 UNIT = 1e-3  # seconds of a pass of the draft model, by the clock
-WORDS, LINES = 12, 240  # of a prompt; prompts to train on
+WORDS, LINES = 12, 160  # of a prompt; prompts to train on
 
 
 class Clock:
