@@ -1,6 +1,6 @@
 """When to end the drafts of a draft model: a trained head (SpecDec++) against fixed lengths and the cost control.
 
-    python benchmarks/stopping.py [--minutes 4] [--prompts 24] [--tokens 96] --json FILE [--svg FILE]
+    python benchmarks/stopping.py [--minutes 4.5] [--prompts 8] [--tokens 64] --json FILE [--svg FILE]
 
 A pass of the target is taken to cost 2, 5, 10, 20 or 50 passes of the draft model, whatever its width. Costs are
 counted, not timed, so that they depend on no load: a clock that only these passes move is what the control and the
@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }  # fmt: skip
 UNIT = 1e-3  # seconds of a pass of the draft model, by the clock
-WORDS, LINES = 12, 240  # of a prompt; prompts to train on
+WORDS, LINES = 12, 160  # of a prompt; prompts to train on
 
 
 class Clock:
@@ -88,7 +88,8 @@ def counted(
     clock, found = Clock(), {"passes": 0, "steps": 0, "tokens": 0}
     rule = None if mode == "greedy" else "rejection"
     fast = truedraft.accelerate(model, tokenizer, draft=draft, control=control, rule=rule)
-    fast.target.score = moved(fast.target.score, lambda _: clock.move(ratio * UNIT))
+    for read in ("score", "prefill"):
+        setattr(fast.target, read, moved(getattr(fast.target, read), lambda _: clock.move(ratio * UNIT)))
     small = draft.reader.target
     small.extend_tapped = moved(small.extend_tapped, lambda _: clock.step(1))
     small.extend_greedily = moved(small.extend_greedily, lambda made: clock.step(max(map(len, made)) if made else 0))
@@ -167,9 +168,9 @@ def paragraphs() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training, for each head")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--minutes", type=float, default=4.5, help="of training, for each head")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--heads", type=Path, help="folder where heads are kept")
     parser.add_argument("--targets", nargs="+", default=[names[0] for names in PAIRS], help="rows of others are kept")
     parser.add_argument("--json", type=Path)

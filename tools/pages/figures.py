@@ -93,6 +93,31 @@ def heads() -> list[str]:
     return _table([*columns, "over no drafts (tokens per pass)"], rows)
 
 
+def stopping() -> list[str]:
+    """Cost of a token by ways to end drafts, in passes of the draft model, and the gain over the best fixed length."""
+    found = _results("stopping", "rows")
+    rows = []
+    for target, draft, mode in dict.fromkeys((one["target"], one["draft"], one["mode"]) for one in found):
+        own = [one for one in found if (one["target"], one["mode"]) == (target, mode)]
+        for ratio in dict.fromkeys(one["ratio"] for one in own if one["ratio"]):
+            by: dict[str, list[tuple[float, str]]] = {}
+            for one in own:
+                if one["ratio"] in (None, ratio):
+                    cost = (one["passes"] * ratio + one["steps"]) / one["tokens"]
+                    given = next((f" ({one[k]:g})" for k in ("confidence", "threshold") if k in one), "")
+                    given = given or (f" ({one['length']})" if one["way"] == "fixed" else "")
+                    by.setdefault(one["way"], []).append((cost, given))
+            least = {way: min(costs) for way, costs in by.items()}
+            ways = ("fixed", "confidence", "threshold", "by costs", "cost control")
+            gain = least["fixed"][0] / least["by costs"][0] - 1
+            rows.append(
+                [f"`{target}` by `{draft}`, {mode}", str(ratio), *(f"{least[w][0]:.2f}{least[w][1]}" for w in ways)]
+                + [f"{gain:+.1%}"]
+            )
+    ways = ["best fixed length", "best `confidence`", "best `threshold`", "threshold by costs", "cost control"]
+    return _table(["models", "pass of the target", *ways, "by costs over best fixed"], rows)
+
+
 def views(part: str) -> list[str]:
     """What views cost, how often their drafts are accepted, and the speed of text that they draft."""
     found = _results("views", part)
