@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -12,15 +14,18 @@ import torch
 from transformers import PreTrainedModel
 
 import truedraft
+from drafters_for_tests import Noise
 from models import V, ragged, sibling, tiny
 from nets import corpus_of
 from test_cascade import matches_generate
 from truedraft import DraftTree, registry
+from truedraft.drafters._base import PerRow
 from truedraft.drafters._lookahead import JacobiWindow, NgramPool
 from truedraft.drafters.models._reader import Reader
 from truedraft.drafters.models.ouroboros import Proposed, corrected
 from truedraft.errors import Refused
 from truedraft.stores.katz import DISCOUNT, KEPT, Katz
+from truedraft.tree import Row
 
 RULES: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "seeded": {"do_sample": True, "top_k": 0}}
 
@@ -330,6 +335,30 @@ def test_katz_is_bounded() -> None:
     table = Katz(50)
     table.count_all([(7 * i * i) % 1000 for i in range(3000)])
     assert len(table._counts) <= 50 and max(map(len, table._counts.values())) <= KEPT
+
+
+@dataclass
+class Fives(PerRow[None]):
+    """Drafts the token 5."""
+
+    card = Noise.card
+    width = 10
+
+    def begin(self, row: Row) -> None: ...
+
+    def draft(self, row: Row, state: None, after: Sequence[int], budget: int) -> DraftTree:
+        return DraftTree.chain((after or row.tokens)[-1], [5] * min(self.width, budget))
+
+
+def test_a_lenient_draft_model_accepts_what_it_would_not_choose() -> None:
+    model = tiny()
+    for lenience, right in ((1.0, False), (1e9, True)):
+        knobs = {"lengths": "10x0;10", "lenience": lenience, "bottom": Fives()}
+        fast = truedraft.accelerate(
+            model, draft=registry.load("drafters", "cs-drafting", model=model, **knobs), control="fixed"
+        )
+        trees = [tree for _, tree in drafts_of(fast, ragged(model, 1), 10) if tree.drafted]
+        assert trees and all((tree.tokens[1:10] == (5,) * 9) == right for tree in trees)
 
 
 @pytest.mark.parametrize("name", ["ouroboros", "staged-sd"])
