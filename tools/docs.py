@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "ties": lambda document: figures.ties(),
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),
+    "staged": lambda document: figures.staged(),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
     "replay": lambda document, *drafters: figures.replay(*drafters),

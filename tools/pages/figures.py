@@ -343,6 +343,33 @@ def vocabularies() -> list[str]:
     return _table([*head, "draft passes per token", "draft tokens per token"], rows)
 
 
+def staged() -> list[str]:
+    """Tokens per pass of the target, passes of the draft model for a draft and for a token: greedily, and sampled."""
+    figures: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for one in _results("staged", "rows"):
+        pair = f"`{one['target']}` by `{one['draft']}`"
+        name, _, how = one["way"].partition(", ")
+        way = f"`{name}`" + (f", {how}" if how else "")
+        figures.setdefault((pair, way, one["state"]), {})[one["rule"]] = one
+    shown = {
+        "tokens_per_pass": "tokens per pass", "draft_passes_per_draft": "draft passes per draft",
+        "draft_passes_per_token": "per token",
+    }  # fmt: skip
+    return _table(
+        [
+            "target by draft model",
+            "drafter",
+            "state",
+            *shown.values(),
+            *(f"sampled: {name}" for name in shown.values()),
+        ],
+        [
+            [*named, *(_rounded(by_rule[rule][key]) for rule in ("greedy", "seeded") for key in shown)]
+            for named, by_rule in figures.items()
+        ],
+    )
+
+
 def serve(part: str) -> list[str]:
     """A part of the server's benchmark, a row for each of its lines.
 

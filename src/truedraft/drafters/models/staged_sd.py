@@ -57,7 +57,7 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # by level; published: more early, fewer deep
     least: float = knob(0.001, 0, 1)  # probability of a path that is drafted; unpublished
-    guesses: int = knob(16, 0, 512)  # nodes that the table adds to a pass of the draft model; unpublished
+    guesses: int = knob(32, 0, 512)  # nodes that the table adds to a pass of the draft model; unpublished
     contexts: int = knob(65_536, 1, 4_194_304)  # of the table, least recently counted forgotten first; unpublished
     namespaces: int = knob(16, 1, 65_536)  # with a table each, least recently used evicted first; published: one
     corpus: Any = None  # text of the draft model, counted first: a Corpus, its file, or several (a.tdc;b.tdc)
@@ -144,15 +144,17 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         """Add the nodes of most probability, by the table, that may be needed next below those that are read now."""
         table, guessed = self._tables.of(growing.row.namespace), list[int]()
         heap: list[tuple[float, int, int]] = []  # -path probability, node, token below it
-        most = min(self.guesses, self._most_guessed - growing.state.guessed, growing.budget - 1)
+        most = min(self.guesses, self._most_guessed - growing.state.guessed)
+        if growing.budget <= self._shape[0][0]:
+            most = 0  # the root alone has children
         open_ = [(node, growing.score.get(node, 1.0)) for node in needed]
         while len(guessed) < most:
             for node, above in open_:
-                law = table.law(self._before(growing, node))
-                for token in heapq.nlargest(max(self._shape[growing.depth[node]]), law, key=law.__getitem__):
-                    if growing.depth[node] + 1 < growing.deepest and self._readable(growing, token):
-                        heapq.heappush(heap, (-above * law[token], node, token))
-            if not heap or -heap[0][0] < self.least:
+                if growing.depth[node] + 1 < growing.deepest:
+                    for token, chance in table.law(self._before(growing, node)).items():
+                        if above * chance >= self.least and self._readable(growing, token):
+                            heapq.heappush(heap, (-above * chance, node, token))
+            if not heap:
                 break
             value, node, token = heapq.heappop(heap)
             guessed.append(self._child(growing, node, token))
