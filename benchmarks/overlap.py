@@ -1,14 +1,15 @@
 """Drafting while the target verifies: speed beside `draft-model`, by the cores that each side has, and drafts ready.
 
     python benchmarks/overlap.py [--pairs TARGET DRAFT ...] [--stretched LAYERS HIDDEN] [--tokens 120] [--rounds 5]
-        [--length 7] [--cores 2] [--json FILE]
+        [--length 7] [--cores 2] [--controls fixed cost] [--json FILE]
 
 Every way decodes the same prompts greedily, in rounds, one after the other. Speeds are medians of ratios to
-`draft-model` of the same length, with drafts in full, on all cores, on the same prompt in the same round. In "1+1" the target has all cores
-but one, and the thread that drafts beside it the other; in "2+1" and "2+2" they share them. `ready` is the share of
-drafts that were there when they were requested. `--stretched` makes the first pair's target larger, with the same text
-(`bench/stretched.py`), and is 42 1024 for half a billion parameters. Ratios are only those of an idle machine; tokens
-per pass and drafts ready depend on time too, because a pass that takes longer has longer drafts.
+`draft-model` of the same length, under the first of the controls, on all cores, on the same prompt in the same round.
+In "1+1" the target has all cores but one, and the thread that drafts beside it the other; in "2+1" and "2+2" they
+share them. `ready` is the share of drafts that were there when they were requested. `--stretched` makes the first
+pair's target larger, with the same text (`bench/stretched.py`), and is 42 1024 for half a billion parameters. Ratios
+are only those of an idle machine; tokens per pass and drafts ready depend on time too, because a pass that takes longer
+has longer drafts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,6 @@ from truedraft.loading import load
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "shared" / "weights"
 PAIRS = [("nano", "nano-draft"), (str(WEIGHTS / "bitllama_3M"), str(WEIGHTS / "stories260K"))]
-CONTROLS = ("fixed", "cost")
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Way:
         return getattr(self.drafter, "requested", 0), getattr(self.drafter, "ready", 0)
 
 
-def ways_of(model: Any, tokenizer: Any, draft: str, length: int, cores: int) -> dict[str, Way]:
+def ways_of(model: Any, tokenizer: Any, draft: str, length: int, cores: int, controls: Sequence[str]) -> dict[str, Way]:
     def way(spec: str, control: str, threads: int) -> Way:
         made = registry.load("drafters", spec) if spec else None
         return Way(truedraft.accelerate(model, tokenizer, draft=made, control=control), made, threads)
@@ -72,7 +73,7 @@ def ways_of(model: Any, tokenizer: Any, draft: str, length: int, cores: int) -> 
     split = sorted({(max(cores - 1, 1), 1), (cores, 1), (cores, cores)})
     alone = sorted({max(cores - 1, 1), cores})
     ways = {f"none, {threads}": way("", "fixed", threads) for threads in alone}
-    for control in CONTROLS:
+    for control in controls:
         for threads in alone:
             spec = f"draft-model:model={draft},length={length}"
             ways[f"draft-model, {threads}, {control}"] = way(spec, control, threads)
@@ -85,10 +86,17 @@ def ways_of(model: Any, tokenizer: Any, draft: str, length: int, cores: int) -> 
 
 
 def measured(
-    model: Any, tokenizer: Any, names: tuple[str, str], tokens: int, rounds: int, length: int, cores: int
+    model: Any,
+    tokenizer: Any,
+    names: tuple[str, str],
+    tokens: int,
+    rounds: int,
+    length: int,
+    cores: int,
+    controls: Sequence[str],
 ) -> list[dict[str, Any]]:
     """A row by way."""
-    ways = ways_of(model, tokenizer, names[1], length, cores)
+    ways = ways_of(model, tokenizer, names[1], length, cores, controls)
     texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
     prompts = [tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts]
     plain = [model.generate(ids, max_new_tokens=tokens, do_sample=False) for ids in prompts]
@@ -96,7 +104,7 @@ def measured(
         for ids, expected in zip(prompts, plain, strict=True):
             for way in ways.values():
                 way.run(ids, expected)
-    rows, base = [], ways[f"draft-model, {cores}, fixed"]
+    rows, base = [], ways[f"draft-model, {cores}, {controls[0]}"]
     for name, way in ways.items():
         emitted, passes, requested, ready = way.counts
         rows.append({
@@ -115,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=7)
     parser.add_argument("--cores", type=int, default=os.cpu_count())
+    parser.add_argument("--controls", nargs="+", default=["fixed", "cost"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -125,7 +134,7 @@ def main() -> None:
             layers, hidden = args.stretched
             model = stretched(model, layers=layers, hidden=hidden)
             names = (f"{names[0]} {layers}x{hidden}", names[1])
-        found = measured(model, tokenizer, names, args.tokens, args.rounds, args.length, args.cores)
+        found = measured(model, tokenizer, names, args.tokens, args.rounds, args.length, args.cores, args.controls)
         rows += found
         for row in found:
             ready = "" if row["ready"] is None else f"{row['ready']:5.0%} ready"

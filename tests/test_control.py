@@ -551,7 +551,7 @@ def mixed(drafters: dict[Any, int], kept: Curve, padded: bool = False) -> tuple[
 class CheapDrafter:
     """A drafter that the control sees only by its attributes."""
 
-    width, prior_confidence, autoregressive, adaptive = 12, 0.15, False, False
+    width, prior_confidence, autoregressive, adaptive, overlapped = 12, 0.15, False, False, False
 
 
 @settings(deadline=None, max_examples=80)

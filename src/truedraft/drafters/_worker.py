@@ -65,8 +65,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     therefore set back.
     """
     pool, before = ThreadPoolExecutor(1, "truedraft-draft"), torch.get_num_threads()
-    pool.submit(_set_up, threads).result()
-    torch.set_num_threads(before)
+    try:
+        pool.submit(_set_up, threads).result()
+    finally:
+        torch.set_num_threads(before)
     return pool
 
 

@@ -36,8 +36,8 @@ class MirrorSd(OverlappingDrafter):
         published="2.8x to 5.8x for models of 14B to 66B on 8 GPUs, with the draft model on 8 NPUs.",
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    length: int = knob(7, 1, 256)  # tokens verified at most; published 3 to 7
-    branches: int = knob(4, 0, 64)  # continued besides the whole draft; published: of each token the first 1 to 8
+    length: int = knob(7, 1, 256)  # tokens verified at most, as of draft-model; the paper varies it
+    branches: int = knob(4, 0, 64)  # continued besides the whole draft; published: a few of each token
     serial: int = knob(7, 0, 256)  # tokens drafted before a pass for which fewer are ready; published `length`
     threads: int = knob(1, 1, 64)  # that draft while the pass runs, besides those of the target
 

@@ -2,11 +2,11 @@
 
 Liu et al., "PEARL: Parallel Speculative Decoding with Adaptive Draft Length", ICLR 2025 (arXiv 2408.11850). While a
 pass verifies a draft, the draft model continues behind it, as if all of it were accepted and the bonus token were its
-own next token; where that comes true, the next draft is there at once (post-verify). Else the pass verifies no draft
-but that of a new one's first token, behind which the draft model drafts meanwhile (pre-verify). So drafts are as long
-as a pass takes. It wins where the draft model is often right for many tokens and runs on cores that the target leaves
-idle, as where memory, and not arithmetic, bounds a pass; where both compete for the same cores, or drafts are often
-wrong, `draft-model` is better.
+own next token; where that comes true, the next draft is there at once (post-verify). Else the next pass has no draft,
+and the draft model begins one meanwhile, whose first token the pass decides (pre-verify). So drafts are as long as a
+pass takes. It wins where the draft model is often right for many tokens, is many times faster than the target, and has
+cores of its own; where both compete for the same cores, or drafts are often wrong, `draft-model` is better. With
+`serial` above 0 the passes after a rejection have drafts too, as in `draft-model`.
 """
 
 from __future__ import annotations
