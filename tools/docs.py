@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
+    "equivalence": lambda document: figures.equivalence(),
     "heads": lambda document: figures.heads(),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
