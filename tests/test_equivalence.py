@@ -1,4 +1,4 @@
-"""Rows of different lengths in batches, whose drafts are accepted to different lengths: each has the text it has alone."""
+"""Rows of different lengths in batches, whose drafts are accepted to different lengths: each has its own text."""
 
 from __future__ import annotations
 
