@@ -18,7 +18,7 @@ def test_weights_and_cache_are_those_that_are_allocated() -> None:
     config = ServeConfig(model="nano", max_rows=3, max_model_len=200, prefix_bytes=1000)
     parts = {part.name: part.bytes for part in planned(config)}
     model, tokenizer = load("nano")
-    assert parts["weights"] == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert parts["weights"] == sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     with truedraft.accelerate(model, tokenizer).engine(3, 200) as engine:
         layers = engine._target.cache.layers  # type: ignore[attr-defined]
         held = sum(kept.numel() * kept.element_size() for layer in layers for kept in (layer.keys, layer.values))
@@ -29,7 +29,7 @@ def test_weights_and_cache_are_those_that_are_allocated() -> None:
 def test_drafters_with_weights_are_counted_and_what_does_not_fit_is_refused() -> None:
     config = ServeConfig(model="nano", stretched="0.5B", allow_draft=("eagle3",), max_rows=4096)
     parts = planned(config)
-    assert {part.name for part in parts} >= {"drafter", "weights", "KV cache", "work space"}
+    assert {part.name for part in parts} >= {"head weights", "head KV cache", "weights", "KV cache", "work space"}
     assert next(part for part in parts if part.name == "weights").bytes > 1 << 30
     with pytest.raises(Refused, match=r"max_rows=4096.*lower max_rows"):
         check_fits(parts, config)

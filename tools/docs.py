@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
+    "equivalence": lambda document: figures.equivalence(),
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),
     "staged": lambda document: figures.staged(),

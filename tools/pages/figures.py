@@ -70,6 +70,35 @@ def ties() -> list[str]:
     )  # fmt: skip
 
 
+def equivalence() -> list[str]:
+    """Shares of rows in batches with the text that they have alone; assisted generation of transformers beside them."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for one in _results("equivalence"):
+        key = one["model"], one["dtype"], one["rule"], one["side"]
+        groups.setdefault(key, []).append(one)
+    rows = []
+    for (model, dtype, rule, side), found in groups.items():
+        found.sort(key=lambda one: one["batch"])
+        prefixes = [one["generate"]["prefix"] for one in found if "generate" in one]
+        passes = [one["tokens_per_pass"] for one in found if "tokens_per_pass" in one]
+        rows.append(
+            [
+                model, dtype, rule, side if side.startswith("transformers") else f"`{side.replace('model=', '')}`",
+                f"{found[0]['rows']} x {found[0]['tokens']}", _rates(found, "plain"), _rates(found, "generate"),
+                f"{min(prefixes):.0%}", f"{min(passes):.2f}" if passes else "",
+            ]
+        )  # fmt: skip
+    heading = ["checkpoint", "dtype", "rule", "drafts by", "rows x tokens", "plain decoding", "`model.generate`"]
+    return _table([*heading, "least prefix", "tokens a pass"], rows)
+
+
+def _rates(found: Sequence[dict[str, Any]], reference: str) -> str:
+    """Shares of equal rows by size of the batch, one for all where they are equal."""
+    rates = [f"{one[reference]['exact']:.0%}" for one in found if reference in one]
+    rates += ["refused" for one in found if "refused" in one and reference == "generate"]
+    return rates[0] if len({*rates}) == 1 and len(rates) > 2 else " / ".join(rates)
+
+
 def heads() -> list[str]:
     """Speed-ups beside stretched targets: no drafts over `transformers`, and all others over no drafts."""
     rows = []

@@ -44,7 +44,7 @@ def plan(
 ) -> int:
     """Print what memory a model needs with a drafter, and the largest drafts, batch and length that fit.
 
-    Nothing is loaded: sizes are those of configurations and file headers. Python with torch takes about 0.5 GiB besides.
+    Nothing is loaded: sizes are those of configurations and file headers. Python with torch takes 0.5 GiB besides.
 
     \f
     Returns the exit code. Raises Refused for a bad setting, and, after the table, where it does not fit.

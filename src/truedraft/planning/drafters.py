@@ -20,9 +20,9 @@ from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._learned import WEIGHTS
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.heads._checkpoint import Foreign, folder_of
-from truedraft.drafters.heads._quantize import NONE, copies_of
 from truedraft.drafters.heads._drafter import LearnedDrafter
 from truedraft.drafters.heads._head import Head
+from truedraft.drafters.heads._quantize import NONE, copies_of
 from truedraft.drafters.heads._reader import CHUNK as READ
 from truedraft.drafters.heads._reader import FEW
 from truedraft.drafters.heads._weights import StoredWeights
@@ -30,7 +30,6 @@ from truedraft.drafters.models._model import ModelDrafter, unnamed
 from truedraft.drafters.models._reader import CHUNK
 from truedraft.errors import Refused
 from truedraft.planning.models import (
-    DTYPES,
     FLOAT,
     META,
     STORED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +56,7 @@ class CountedCopies(Copies):
 
     def __init__(self, bits: int = 0) -> None:
         super().__init__()
-        self.bits, self._counted = bits, dict[tuple[int, int, torch.Size], int]()
+        self.bits, self._counted = bits, dict[tuple[Any, ...], int]()
         self._alive: list[Tensor] = []
         self.rounding = 0
 
@@ -68,7 +69,7 @@ class CountedCopies(Copies):
         values = weight.values
         key = values.untyped_storage()._cdata, values.storage_offset(), values.shape
         if key not in self._counted:
-            self._counted[key] = panel_bytes(*weight.shape, values.dtype, self.bits)
+            self._counted[key] = panel_bytes(weight.shape, values.dtype, self.bits)
             if self.bits:
                 self.rounding = max(self.rounding, ROUNDING * min(weight.shape[0], TOGETHER_ROUNDED) * weight.shape[1])
             self._alive.append(values)
@@ -79,8 +80,9 @@ class CountedCopies(Copies):
         return sum(self._counted.values())
 
 
-def panel_bytes(out: int, width: int, dtype: torch.dtype, bits: int = 0, group: int = 0) -> int:
+def panel_bytes(shape: Sequence[int], dtype: torch.dtype, bits: int = 0, group: int = 0) -> int:
     """Bytes of a copy of a matrix (out, width) in panels, scales included. bits: 8, 4, or 0 for those of the dtype."""
+    out, width = shape
     panels = -(-out // ROWS)
     if not bits:
         each = columns_of(dtype)
@@ -157,7 +159,7 @@ class Sized:
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
         replaced = {id(weight) for weight in linears} - tables
         bits, group = (8, 0) if self.quantize == "int8" else (4, GROUP["int4"])
-        packed = sum(panel_bytes(*weight.shape, self.dtype, bits, group) for weight in linears)
+        packed = sum(panel_bytes(weight.shape, self.dtype, bits, group) for weight in linears)
         return packed + sum(tensor.nbytes for tensor in tensors if id(tensor) not in replaced)
 
     def copies(self, free: int) -> int:
@@ -171,7 +173,7 @@ class Sized:
         """The copies where the model's own forward has compiled linear layers."""
         weights = {id(m.weight): m.weight for m in self.model.modules() if type(m) is nn.Linear}.values()
         read = [w for w in weights if w.numel() >= SMALLEST and w.shape[1] % 16 == 0 and w.dtype in COMPILED]
-        return sum(panel_bytes(*weight.shape, weight.dtype) for weight in read)
+        return sum(panel_bytes(weight.shape, weight.dtype) for weight in read)
 
     def cache(self, rows: int, positions: int) -> int:
         """Bytes of keys and values."""
@@ -237,11 +239,12 @@ class Sized:
 def _with_scalars(model: nn.Module) -> None:
     """Give tensors of a single number one: programs read factors from them, on which no size depends."""
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        groups: list[dict[str, Any]] = [module._parameters, module._buffers]  # type: ignore[list-item]
+        for tensors in groups:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.numel() == 1 and tensor.is_meta:
                     one = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    tensors[name] = nn.Parameter(one, tensor.requires_grad) if tensors is module._parameters else one
+                    tensors[name] = nn.Parameter(one) if isinstance(tensor, nn.Parameter) else one
 
 
 def grown_to(*passes: int) -> int:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
-from truedraft.runtime.buffers import buffer_rows, buffers_of, pad_in_place
 from truedraft.runtime._base import GreedyChain
+from truedraft.runtime.buffers import buffer_rows, buffers_of, pad_in_place
 from truedraft.runtime.chaining import ChainBuffers, ExtendingPass, floats
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.experts import check_ops
