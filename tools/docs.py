@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "heads": lambda document: figures.heads(),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
+    "specialists": lambda document: figures.specialists(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),

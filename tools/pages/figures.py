@@ -189,6 +189,30 @@ def experts(part: str) -> list[str]:
     return _table(["nodes", "experts, of measured curves", "experts, of a text", "of a pass of one node"], rows)
 
 
+def specialists() -> list[str]:
+    """Tokens per pass of two specialists by every way to use them, and what that costs."""
+    made = json.loads((RESULTS / "specialists.json").read_text("utf-8"))
+    found = {(one["way"], one["rule"], one["draft"]): one for one in made["results"]}
+    sides = list(dict.fromkeys((rule, draft) for _, rule, draft in found))
+    rows = []
+    for way in dict.fromkeys(way for way, *_ in found):
+        cells, first = [], found[way, *sides[0]]
+        for side in sides:
+            one = found[way, *side]
+            en, de = (_rounded(one["tokens_per_pass"][language]) for language in ("en", "de"))
+            cells.append(f"{_rounded(one['both'])} ({en}, {de})")
+        rows.append([_drafter(way) if "rout" in way or len(way) == 3 else way, *cells, _rounded(first["draft_passes"])])
+    exact = sum(one["exact"] for one in made["results"])
+    return [
+        f"Tokens per pass over {made['texts']} texts of {made['tokens']} tokens, half English and half German, in mixed "
+        f"batches (in brackets English and German alone), with a target of {made['target'] / 1e6:.1f} M and draft "
+        f"models of {made['draft_model'] / 1e6:.2f} M parameters; sampled at {made['temperature']:g}. Every text equals "
+        f"that of `model.generate` in {exact} of {len(made['results'])} cells. By `python benchmarks/specialists.py`.",
+        "",
+        *_table(["way", *(f"{draft}, {rule}" for rule, draft in sides), "draft model's passes per pass, chain"], rows),
+    ]
+
+
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
     found = {one["drafter"]: one for one in _results("replay")}
