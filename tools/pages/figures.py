@@ -196,21 +196,32 @@ def specialists() -> list[str]:
     sides = list(dict.fromkeys((rule, draft) for _, rule, draft in found))
     rows = []
     for way in dict.fromkeys(way for way, *_ in found):
-        cells, first = [], found[way, *sides[0]]
-        for side in sides:
-            one = found[way, *side]
-            en, de = (_rounded(one["tokens_per_pass"][language]) for language in ("en", "de"))
-            cells.append(f"{_rounded(one['both'])} ({en}, {de})")
-        rows.append([_drafter(way) if "rout" in way or len(way) == 3 else way, *cells, _rounded(first["draft_passes"])])
+        cells = [found.get((way, *side)) for side in sides]
+        passes = next(one["draft_passes"] for one in cells if one is not None)
+        named = _drafter(way) if "routing" in way or "|" in way else way
+        rows.append([named, *("" if one is None else _by_language(one) for one in cells), _rounded(passes)])
     exact = sum(one["exact"] for one in made["results"])
+    *lengths, timed = made["classified"]
+    right, wrong = (", ".join(f"{one[key]:.1%}" for one in lengths) for key in ("right", "wrong"))
     return [
-        f"Tokens per pass over {made['texts']} texts of {made['tokens']} tokens, half English and half German, in mixed "
-        f"batches (in brackets English and German alone), with a target of {made['target'] / 1e6:.1f} M and draft "
-        f"models of {made['draft_model'] / 1e6:.2f} M parameters; sampled at {made['temperature']:g}. Every text equals "
-        f"that of `model.generate` in {exact} of {len(made['results'])} cells. By `python benchmarks/specialists.py`.",
+        f"Tokens per pass over {made['texts']} texts of {made['tokens']} tokens, half English, half German, in mixed "
+        "batches (in brackets English and German alone), drafts in full. The target has "
+        f"{made['target'] / 1e6:.1f} M parameters, draft models {made['draft_model'] / 1e6:.2f} M; sampled at "
+        f"{made['temperature']:g}. Texts are those of `model.generate` in {exact} of {len(made['results'])} cells "
+        "(`python benchmarks/specialists.py`).",
         "",
-        *_table(["way", *(f"{draft}, {rule}" for rule, draft in sides), "draft model's passes per pass, chain"], rows),
+        *_table(["way", *(f"{draft}, {rule}" for rule, draft in sides), "draft models' passes per pass"], rows),
+        "",
+        f"From {made['examples']} captions of each language, of held-out captions cut to "
+        f"{', '.join(str(one['tokens']) for one in lengths)} tokens {right} were clear and right, {wrong} wrong, the "
+        f"others for `otherwise`. The votes of a prompt of {timed['tokens']} tokens took "
+        f"{timed['seconds'] * 1e3:.1f} ms of one busy core.",
     ]
+
+
+def _by_language(one: dict[str, Any]) -> str:
+    en, de = (_rounded(one["tokens_per_pass"][language]) for language in ("en", "de"))
+    return f"{_rounded(one['both'])} ({en}, {de})"
 
 
 def replay(*drafters: str) -> list[str]:
