@@ -45,9 +45,9 @@ def drafters_of(method: str, given: Any) -> dict[str, Drafter]:
 
 def _drafter(method: str, given: Any) -> Drafter:
     if isinstance(given, str):
-        return registry.load("drafters", given)  # type: ignore[no-any-return]
+        return registry.load("drafters", given)
     if isinstance(given, PreTrainedModel):
-        return registry.load("drafters", "draft-model", model=given)  # type: ignore[no-any-return]
+        return registry.load("drafters", "draft-model", model=given)
     if not isinstance(given, Drafter):
         raise Refused(f"{method}:specialists has {shown(given)}: give a drafter, its name, or a draft model")
     return given
