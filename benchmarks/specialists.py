@@ -137,11 +137,11 @@ def averaged(one: Any, other: Any) -> Any:
 def ways(spec: str, small: Mapping[str, Any], examples: Mapping[str, Sequence[str]]) -> dict[str, Drafter]:
     """Every way of drafting, by name; `spec` is the drafter of each draft model."""
 
-    def one(name: str) -> Drafter:
-        return registry.load("drafters", spec, model=small[name])  # type: ignore[no-any-return]
+    def one(name: str, **knobs: Any) -> Drafter:
+        return registry.load("drafters", spec, model=small[name], **knobs)  # type: ignore[no-any-return]
 
-    def both() -> list[Drafter]:
-        return [one(language) for language in LANGUAGES]
+    def both(**knobs: Any) -> list[Drafter]:
+        return [one(language, **knobs) for language in LANGUAGES]
 
     named = dict(zip(LANGUAGES, both(), strict=True)) | {"otherwise": one("generic")}
     return {
@@ -149,7 +149,7 @@ def ways(spec: str, small: Mapping[str, Any], examples: Mapping[str, Sequence[st
         "averaged weights": one("averaged"),
         "text-routing": registry.load("drafters", "text-routing", specialists=named, examples=examples),
         "a|b": Route(both()), "confidence-routing": registry.load("drafters", "confidence-routing", specialists=both()),
-        "a+b": Merge(both()),
+        "a+b": Merge(both()), **({"a+b, 48 nodes": Merge(both(nodes=48))} if "tree" in spec else {}),
     }  # fmt: skip
 
 

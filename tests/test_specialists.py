@@ -60,6 +60,10 @@ class Recorder(PerRow[None]):
         ]
         super().observe(rows, trees, scores, accepted)
 
+    def end(self, row: Row) -> None:
+        self.noted("end", [row])
+        super().end(row)
+
     def begin(self, row: Row) -> None: ...
 
     def draft(self, row: Row, state: None, after: Sequence[int], budget: int) -> DraftTree:
@@ -177,24 +181,63 @@ def test_a_row_moves_where_its_last_tokens_are_clearly_of_another_specialist() -
     # evaluated after 4 tokens each: 5 6 7 40 (low), 41 42 43 44 (high), none of them, 8 9 5 40 (low), 9 8 8 7 (low)
     found = driven(routed(low, high, every=4), [5, 6, 7], passes)
     assert found == ["low", "low", "low", "high", "high", "high", "high", "low", "low", "low"]
-    assert [name for name, _ in high.calls] == ["start", *["propose", "observe"] * 4]
-    assert [name for name, _ in low.calls][9:] == ["start", *["propose", "observe"] * 2]
-    assert not low._states and not high._states, "every row that was begun is ended"
+    stay = ["propose", "observe"]
+    assert [name for name, _ in high.calls] == ["start", *stay * 4, "end", "end"]
+    assert [name for name, _ in low.calls] == ["start", *stay * 4, "end", "start", *stay * 2, "end"]
     assert set(driven(routed(Recorder(), Recorder(), every=0), [5, 6, 7], [[41, 42]] * 9)) == {"low"}
-    for window, name in ((2, "low"), (5, "high")):
-        assert driven(routed(Recorder(), Recorder(), window=window), [40, 41, 42, 5, 6], [[1]]) == [name]
+    for window, name in ((2, "low"), (7, "high")):
+        assert driven(routed(Recorder(), Recorder(), window=window), [40, 41, 42, 43, 44, 5, 6], [[1]]) == [name]
 
 
 def test_a_row_does_not_move_to_a_head_or_where_there_is_no_memory() -> None:
     head, full = Recorder(), Recorder()
     head.needs = Taps((-1,))  # type: ignore[misc]
-    assert set(driven(routed(Recorder(), head, every=2), [5, 6, 7], [[41, 42]] * 3)) == {"low"} and not head.calls
+    assert set(driven(routed(Recorder(), head, every=2), [5, 6, 7], [[41, 42]] * 3)) == {"low"}
+    assert not head.rows_of("start") | head.rows_of("propose")
 
     def refuse(rows: Sequence[Row]) -> None:
         raise NoRoom("there is no room")
 
     full.start = refuse  # type: ignore[method-assign]
-    assert set(driven(routed(Recorder(), full, every=2), [5, 6, 7], [[41, 42]] * 3)) == {"low"} and not full.calls
+    assert set(driven(routed(Recorder(), full, every=2), [5, 6, 7], [[41, 42]] * 3)) == {"low"}
+    assert not full.rows_of("propose")
+
+
+def test_a_budget_of_a_row_is_that_of_its_specialist() -> None:
+    draft = routed(Recorder(7, (0.5,) * 4), Recorder(40, (0.5,) * 4))
+    draft.bind(hosted(tiny("llama", torch.float32)))
+    draft.read(None)
+    rows = [Row(i, prompt, len(prompt), 99) for i, prompt in enumerate(([40, 41], [5, 6], [42, 43]))]
+    draft.start(rows)
+    trees = draft.propose(rows, [1, 2, 3])
+    assert [tree.tokens[1:] for tree in trees] == [(40,), (7, 7), (40, 40, 40)]
+
+
+def test_confidences_of_an_opt_tree_are_the_draft_models_probabilities() -> None:
+    model = tiny("llama", torch.float32)
+    small = sibling(model)
+    draft: Any = registry.load("drafters", "opt-tree", model=small, gain=0.0)
+    draft._calibration.proposed = lambda row, tree: tree
+    trees: list[tuple[list[int], DraftTree]] = []
+    propose = draft.propose
+
+    def noted(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        found = propose(rows, budget)
+        trees.extend((list(row.tokens), tree) for row, tree in zip(rows, found, strict=True))
+        return found  # type: ignore[no-any-return]
+
+    draft.propose = noted
+    truedraft.accelerate(model, draft=draft, control="fixed").generate(**ragged(model, 1), **GREEDY)
+    compared = 0
+    for text, tree in trees[:4]:
+        for node in range(1, len(tree)):
+            path = [tree.tokens[i] for i in tree.path(node)]
+            with torch.no_grad():
+                logits = small(torch.tensor([text[:-1] + path[:-1]]), use_cache=False).logits[0, -1]
+            assert tree.confidence is not None
+            assert tree.confidence[node] == pytest.approx(float(logits.softmax(-1)[path[-1]]), rel=1e-3)
+            compared += tree.shape.depth[node] > 1
+    assert compared > 20
 
 
 class Drawn(Recorder):
@@ -365,7 +408,7 @@ def test_all_specialists_draft_and_observe_every_pass() -> None:
     model, inputs = tiny("llama", torch.float32), ragged(tiny("llama", torch.float32), 2)
     fast = truedraft.accelerate(model, draft=ConfidenceRouting(parts), control="fixed")
     assert torch.equal(fast.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
-    calls = [[(name, rows) for name, rows in part.calls if name != "start"] for part in parts]
+    calls = [[(name, rows) for name, rows in part.calls if name not in ("start", "end")] for part in parts]
     assert calls[0] == calls[1] == calls[2] and {name for name, _ in calls[0]} == {"propose", "observe"}
     with pytest.raises(Refused, match="confidence-routing needs specialists"):
         truedraft.accelerate(model, draft="confidence-routing")

@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "staged": lambda document: figures.staged(),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
+    "specialists": lambda document: figures.specialists(),
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),

@@ -6,7 +6,6 @@ Everywhere: V is the size of the vocabulary, H that of a hidden state, n the num
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
@@ -77,8 +76,7 @@ class DraftTree:
         None for the whole tree where `draws` is "certain" (point masses).
     probes: nodes that are read but never verified (mask tokens, prompt tokens, window entries).
     draws: how children were chosen; see `Draws`.
-    confidence: (n,) the drafter's estimate, in [0, 1], that a node is right if its parent is; 1 for the root; None
-        where the drafter makes none.
+    confidence: (n,) the drafter's estimate, in [0, 1], that a node is right if its parent is; 1 for the root; or None.
     embeds: probe -> (H,) input embedding that replaces that of its token (trained mask and prompt embeddings).
     """
 
@@ -381,7 +379,7 @@ class Row:
     given: Prompt | None = None
     request: Request = None  # type: ignore[assignment]
     slot: int = -1
-    drafted_by: Counter[str] = field(default_factory=Counter)
+    drafted_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:

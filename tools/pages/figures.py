@@ -243,6 +243,41 @@ def experts(part: str) -> list[str]:
     return _table(["nodes", "experts, of measured curves", "experts, of a text", "of a pass of one node"], rows)
 
 
+def specialists() -> list[str]:
+    """Tokens per pass of two specialists by every way to use them, and what that costs."""
+    made = json.loads((RESULTS / "specialists.json").read_text("utf-8"))
+    found = {(one["way"], one["rule"], one["draft"]): one for one in made["results"]}
+    sides = list(dict.fromkeys((rule, draft) for _, rule, draft in found))
+    rows = []
+    for way in dict.fromkeys(way for way, *_ in found):
+        cells = [found.get((way, *side)) for side in sides]
+        passes = next(one["draft_passes"] for one in cells if one is not None)
+        named = _drafter(way) if "routing" in way or "|" in way else way
+        rows.append([named, *("" if one is None else _by_language(one) for one in cells), _rounded(passes)])
+    exact = sum(one["exact"] for one in made["results"])
+    *lengths, timed = made["classified"]
+    right, wrong = (", ".join(f"{one[key]:.1%}" for one in lengths) for key in ("right", "wrong"))
+    return [
+        f"Tokens per pass over {made['texts']} texts of {made['tokens']} tokens, half English, half German, in mixed "
+        "batches (in brackets English and German alone), drafts in full. The target has "
+        f"{made['target'] / 1e6:.1f} M parameters, draft models {made['draft_model'] / 1e6:.2f} M; sampled at "
+        f"{made['temperature']:g}. Texts are those of `model.generate` in {exact} of {len(made['results'])} cells "
+        "(`python benchmarks/specialists.py`).",
+        "",
+        *_table(["way", *(f"{draft}, {rule}" for rule, draft in sides), "draft models' passes per pass"], rows),
+        "",
+        f"From {made['examples']} captions of each language, of held-out captions cut to "
+        f"{', '.join(str(one['tokens']) for one in lengths)} tokens {right} were clear and right, {wrong} wrong, the "
+        f"others for `otherwise`. The votes of a prompt of {timed['tokens']} tokens took "
+        f"{timed['seconds'] * 1e3:.1f} ms of one busy core.",
+    ]
+
+
+def _by_language(one: dict[str, Any]) -> str:
+    en, de = (_rounded(one["tokens_per_pass"][language]) for language in ("en", "de"))
+    return f"{_rounded(one['both'])} ({en}, {de})"
+
+
 def replay(*drafters: str) -> list[str]:
     """Mean acceptance length on recorded outputs and, in brackets, nodes drafted per pass; of all drafters, or some."""
     found = {one["drafter"]: one for one in _results("replay")}

@@ -14,6 +14,7 @@ from truedraft.card import shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused, why
+from truedraft.tree import Row
 
 Examples = Mapping[str, Sequence[Any]]  # by specialist, texts or their token ids
 
@@ -44,9 +45,9 @@ def drafters_of(method: str, given: Any) -> dict[str, Drafter]:
 
 def _drafter(method: str, given: Any) -> Drafter:
     if isinstance(given, str):
-        return registry.load("drafters", given)  # type: ignore[no-any-return]
+        return registry.load("drafters", given)
     if isinstance(given, PreTrainedModel):
-        return registry.load("drafters", "draft-model", model=given)  # type: ignore[no-any-return]
+        return registry.load("drafters", "draft-model", model=given)
     if not isinstance(given, Drafter):
         raise Refused(f"{method}:specialists has {shown(given)}: give a drafter, its name, or a draft model")
     return given
@@ -55,6 +56,11 @@ def _drafter(method: str, given: Any) -> Drafter:
 def distinct(drafters: Mapping[str, Drafter]) -> list[Drafter]:
     """Each of the drafters once."""
     return list({id(drafter): drafter for drafter in drafters.values()}.values())
+
+
+def note(row: Row, name: str, drafts: int) -> None:
+    """Add to the drafts that a specialist made for a row."""
+    row.drafted_by[name] = row.drafted_by.get(name, 0) + drafts
 
 
 def read_file(method: str, path: Path) -> tuple[dict[str, str], dict[str, list[str]]]:

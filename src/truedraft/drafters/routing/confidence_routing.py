@@ -19,7 +19,7 @@ from typing import Any
 from truedraft.card import Card
 from truedraft.drafters._compose import Many
 from truedraft.drafters._trees import values_of
-from truedraft.drafters.routing._specialists import drafters_of
+from truedraft.drafters.routing._specialists import drafters_of, note
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Row
@@ -64,7 +64,7 @@ class ConfidenceRouting(Many):
             means = list(map(mean_confidence, trees))
             best = means.index(max(means))  # the first among equals
             kept.append(trees[best])
-            row.drafted_by[self._names[best]] += len(trees[best]) > 1
+            note(row, self._names[best], len(trees[best]) > 1)
         return kept
 
 

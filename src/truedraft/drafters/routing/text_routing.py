@@ -23,7 +23,7 @@ from truedraft import registry
 from truedraft.card import Card, knob
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._joint import Joint
-from truedraft.drafters.routing._specialists import Examples, distinct, drafters_of, read_file, token_ids
+from truedraft.drafters.routing._specialists import Examples, distinct, drafters_of, note, read_file, token_ids
 from truedraft.drafters.routing._votes import Votes
 from truedraft.errors import NoRoom, Refused
 from truedraft.targets._base import Target
@@ -43,9 +43,7 @@ class TextRouting(Joint):
         published="A 68M drafter per source language (de, fr, ja, ru, zh to en) beats generic ones with Vicuna 7B.",
     )
     specialists: Any = None  # by name, drafters, their names, or draft models; "otherwise" is by default "auto"
-    examples: Any = (
-        None  # by name, some texts for each specialist, or their token ids; for "otherwise" they are optional
-    )
+    examples: Any = None  # by name, texts like those of each specialist, or token ids; of "otherwise" optional
     file: str = knob("")  # of both, in TOML: a table for each specialist, with draft and examples
     lead: float = knob(0.1, 0, 1)  # of the votes, that a specialist needs over the next; unpublished
     ngram: int = knob(2, 1, 8)  # tokens of an n-gram that votes, at most; unpublished
@@ -127,7 +125,7 @@ class TextRouting(Joint):
             text = row.source or row.tokens
             self._chosen[id(row)] = name = self.like(text[-self.window :]) or OTHERWISE
             self._due[id(row)] = self.every
-            row.drafted_by[name] += 0
+            note(row, name, 0)
         for part, places in self._by_part(rows):
             part.start([rows[i] for i in places])
 
@@ -137,7 +135,7 @@ class TextRouting(Joint):
             proposed = part.propose([rows[i] for i in places], [budget[i] for i in places])
             trees |= zip(places, proposed, strict=True)
         for i, row in enumerate(rows):
-            row.drafted_by[self._chosen[id(row)]] += len(trees[i]) > 1
+            note(row, self._chosen[id(row)], len(trees[i]) > 1)
         return [trees[i] for i in range(len(rows))]
 
     def observe(
@@ -170,7 +168,7 @@ class TextRouting(Joint):
                 return
             old.end(row)
         self._chosen[id(row)] = name
-        row.drafted_by[name] += 0
+        note(row, name, 0)
 
     def end(self, row: Row) -> None:
         super().end(row)
