@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
     "heads": lambda document: figures.heads(),
+    "shared-drafters": lambda document, part: figures.shared_drafters(part),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
     "replay": lambda document, *drafters: figures.replay(*drafters),
