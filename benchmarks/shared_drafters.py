@@ -1,13 +1,13 @@
 """What drafters gain that share the target's work, or their own layers: GliDe beside EAGLE, a draft model with exits.
 
-    python benchmarks/shared_drafters.py --stories FILE --runs FOLDER [--train NAME ...] [--steps N] --json FILE
+    python benchmarks/shared_drafters.py --target MODEL --stories FILE --runs FOLDER --json FILE [--only NAME ...]
 
-GliDe, the same drafter without its cross-attention, EAGLE-1 and EAGLE-3 are trained for `nano` on the same texts in the
-same order, for the same number of steps; a draft model of three layers, which begin as the first ones of `nano`, is
-trained with exits after each (sorted fine-tuning) on the same texts. With `--train` only those named are trained, and
-nothing is measured; what is in the folder of runs is not trained again. All figures are counts, which do not depend on
-the load of the machine: tokens per pass of the target, and for the draft model with exits the layers that its passes
-read. Every text is compared with that of plain decoding.
+GliDe, the same drafter without its cross-attention, EAGLE and EAGLE-3 are trained for the target on the same texts in
+the same order, for the same number of steps; a draft model of three layers, which begin as the target's first ones, is
+trained with exits after each (sorted fine-tuning) on the same texts. What is in the folder of runs is not trained
+again, and `--only` replaces the rows of some drafters in the file. All figures are counts, which do not depend on the
+load of the machine: tokens per pass of the target, and for the draft model with exits the layers that its passes read.
+Every text is compared with that of plain decoding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from truedraft.train.drafter import train_drafter
 from truedraft.train.loop import Plan, fit
 
 HELD_OUT, LONGEST = 64, 700  # texts at the end of the file; characters of a text
-PROMPT, TOKENS = 24, 64  # tokens of a prompt, and of what follows it
+PROMPT, TOKENS = 24, 48  # tokens of a prompt, and of what follows it
 HEADS = ("eagle", "eagle3", "glide", "glide-without-cross")
 EXITS, LAYERS = (1, 2, 3), 3
 DRAFTS = 5  # tokens of a chain
@@ -68,8 +68,10 @@ def learner_of(name: str, vocabulary: int) -> Any:
     return registry.method("drafters", name).learner(**knobs)  # type: ignore[misc]
 
 
-def train_head(name: str, texts: Sequence[str], runs: Path, steps: int, batch: int, vocabulary: int) -> None:
-    model, tokenizer = load("nano")
+def train_head(
+    name: str, target: str, texts: Sequence[str], runs: Path, steps: int, batch: int, vocabulary: int
+) -> None:
+    model, tokenizer = load(target)
     torch.manual_seed(0)
     train_drafter(
         learner_of(name, vocabulary), model.float(), tokenizer, texts, runs / name,
@@ -77,17 +79,17 @@ def train_head(name: str, texts: Sequence[str], runs: Path, steps: int, batch: i
     )  # fmt: skip
 
 
-def nested() -> Any:
-    """The first layers of `nano`, with its norm and output head."""
-    model, _ = load("nano")
+def nested(target: str) -> Any:
+    """The first layers of the target, with its norm and output head."""
+    model, _ = load(target)
     model = model.float()
     model.model.layers = model.model.layers[:LAYERS]
     model.config.num_hidden_layers = LAYERS
     return model
 
 
-def train_nested(texts: Sequence[str], runs: Path, steps: int, batch: int) -> None:
-    model, (_, tokenizer) = nested(), load("nano")
+def train_nested(target: str, texts: Sequence[str], runs: Path, steps: int, batch: int) -> None:
+    model, (_, tokenizer) = nested(target), load(target)
     model.requires_grad_(True)
     sorted_loss = SortedLoss(model, EXITS)
 
@@ -148,41 +150,40 @@ class Measured:
         return {"tokens": tokens, "passes": passes, "mean_acceptance_length": round(tokens / passes, 3), "exact": exact}
 
 
-def measured_heads(measured: Measured, runs: Path) -> list[dict[str, Any]]:
+def measured_head(name: str, measured: Measured, runs: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     chain = dict(nodes=DRAFTS, depth=DRAFTS, top_k=1)
     tree = dict(nodes=24, depth=6, top_k=6)
-    for name in HEADS:
-        method, folder = name.removesuffix("-without-cross"), str(runs / name)
-        log = json.loads((runs / name / "log.jsonl").read_text().splitlines()[-1])
-        weights = None
-        ways = [("chain of 5", method, chain), ("tree of 24", method, tree)]
-        if method == "eagle":
-            ways = [("chain of 5", "eagle2", chain), ("tree of 24", "eagle2", tree)]
-        if method == "glide":
-            ways.append(("cape", "cape", {}))
-        for way, drafter, knobs in ways:
-            for sampled in (False, True):
-                if drafter == "cape":
-                    source = registry.load("drafters", "glide", model=folder)
-                    draft = registry.load("drafters", "cape", source=source)
-                else:
-                    draft = registry.load("drafters", drafter, model=folder, **knobs)
-                found = measured(draft, sampled)
-                head = getattr(draft, "distributions", draft).head
-                weights = sum(p.numel() for p in head.parameters())
-                rows.append(
-                    {
-                        "drafter": name, "way": way, "sampled": sampled, "weights": weights, "steps": log["steps"],
-                        "trained_tokens": log["tokens"], **found,
-                    }
-                )  # fmt: skip
-                print(rows[-1], flush=True)
+    method, folder = name.removesuffix("-without-cross"), str(runs / name)
+    log = json.loads((runs / name / "log.jsonl").read_text().splitlines()[-1])
+    weights = None
+    ways = [("chain of 5", method, chain), ("tree of 24", method, tree)]
+    if method == "eagle":
+        ways = [("chain of 5", "eagle2", chain), ("tree of 24", "eagle2", tree)]
+    if method == "glide":
+        ways.append(("cape", "cape", {}))
+    for way, drafter, knobs in ways:
+        for sampled in (False, True):
+            if drafter == "cape":
+                source = registry.load("drafters", "glide", model=folder)
+                draft = registry.load("drafters", "cape", source=source)
+            else:
+                draft = registry.load("drafters", drafter, model=folder, **knobs)
+            found = measured(draft, sampled)
+            head = getattr(draft, "distributions", draft).head
+            weights = sum(p.numel() for p in head.parameters())
+            rows.append(
+                {
+                    "drafter": name, "way": way, "sampled": sampled, "weights": weights, "steps": log["steps"],
+                    "trained_tokens": log["tokens"], **found,
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
     return rows
 
 
-def measured_exits(measured: Measured, runs: Path) -> list[dict[str, Any]]:
-    model = nested()
+def measured_exits(target: str, measured: Measured, runs: Path) -> list[dict[str, Any]]:
+    model = nested(target)
     model.load_state_dict(torch.load(runs / "nested.pt"))
     counts = {"passes": 0, "layers": 0}
     run = NestedReader._pass
@@ -205,7 +206,7 @@ def measured_exits(measured: Measured, runs: Path) -> list[dict[str, Any]]:
             drafted = found["tokens"] - found["passes"]  # tokens that passes of the target were saved for
             rows.append(
                 {
-                    "way": way, "sampled": sampled, **found, "draft_passes": counts["passes"],
+                    "drafter": "exits", "way": way, "sampled": sampled, **found, "draft_passes": counts["passes"],
                     "draft_layers": counts["layers"], "tokens_per_draft_layer": round(drafted / counts["layers"], 4),
                 }
             )  # fmt: skip
@@ -215,31 +216,36 @@ def measured_exits(measured: Measured, runs: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="nano")
     parser.add_argument("--stories", type=Path, required=True)
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--train", nargs="*", metavar="NAME", help=f"of {', '.join((*HEADS, 'nested'))}")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=768, help="tokens of a step")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens that heads with their own output draft")
+    parser.add_argument("--only", nargs="+", choices=(*HEADS, "exits"), default=(*HEADS, "exits"))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=1024, help="tokens of a step")
+    parser.add_argument("--vocabulary", type=int, default=0, help="tokens that heads with their own output draft")
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     texts, held = texts_of(args.stories)
     args.runs.mkdir(parents=True, exist_ok=True)
-    for name in (*HEADS, "nested") if args.train is None else args.train:
-        if name == "nested" and not (args.runs / "nested.pt").exists():
-            train_nested(texts, args.runs, args.steps, args.batch)
-        elif name != "nested" and not (args.runs / name / "drafter.safetensors").exists():
-            train_head(name, texts, args.runs, args.steps, args.batch, args.vocabulary)
-    if args.train is not None:
-        return
-    model, tokenizer = load("nano")
+    model, tokenizer = load(args.target)
     prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT] for text in held[: args.prompts]]
     measured = Measured(model.float(), tokenizer, prompts)
-    found = {"heads": measured_heads(measured, args.runs), "exits": measured_exits(measured, args.runs)}
-    settings = dict(steps=args.steps, batch=args.batch, prompts=len(prompts), tokens=TOKENS, texts=len(texts))
-    if args.json:
-        write_whole(args.json, json.dumps({"settings": settings, **found}, indent=1) + "\n")
+    for name in args.only:
+        given = args.target, texts, args.runs, args.steps, args.batch
+        if name == "exits":
+            if not (args.runs / "nested.pt").exists():
+                train_nested(*given)
+            rows = measured_exits(args.target, measured, args.runs)
+        else:
+            if not (args.runs / name / "drafter.safetensors").exists():
+                train_head(name, *given, args.vocabulary)
+            rows = measured_head(name, measured, args.runs)
+        found = json.loads(args.json.read_text()) if args.json.exists() else {"results": []}
+        settings = dict(steps=args.steps, batch=args.batch, prompts=len(prompts), tokens=TOKENS, texts=len(texts))
+        kept = [row for row in found["results"] if row["drafter"] != name]
+        found = {"target": Path(args.target).name, "settings": settings, "results": [*kept, *rows]}
+        write_whole(args.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),
     "staged": lambda document: figures.staged(),
+    "shared-drafters": lambda document, part: figures.shared_drafters(part),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
     "specialists": lambda document: figures.specialists(),

@@ -147,6 +147,35 @@ def stopping() -> list[str]:
     return _table(["models", "pass of the target", *ways, "by costs over best fixed"], rows)
 
 
+def shared_drafters(part: str) -> list[str]:
+    """Tokens per pass of GliDe beside EAGLE, or what a draft model with exits gains of the layers that it reads."""
+    found: dict[tuple[str, str], dict[bool, dict[str, Any]]] = {}
+    for one in _results("shared_drafters"):
+        if (one["drafter"] == "exits") == (part == "exits"):
+            found.setdefault((one["drafter"], one["way"]), {})[one["sampled"]] = one
+    if part == "exits":
+        return _table(
+            ["draft", "tokens per pass", "sampled", "tokens saved per 100 layers of the draft model", "sampled"],
+            [
+                [
+                    way, *(_rounded(by[sampled]["mean_acceptance_length"]) for sampled in (False, True)),
+                    *(f"{100 * by[sampled]['tokens_per_draft_layer']:.1f}" for sampled in (False, True)),
+                ]
+                for (_, way), by in found.items()
+            ],
+        )  # fmt: skip
+    return _table(
+        ["drafter", "weights", "draft", "tokens per pass", "sampled"],
+        [
+            [
+                drafter.replace("-without-cross", " without cross-attention"), f"{by[False]['weights']:,}", way,
+                *(_rounded(by[sampled]["mean_acceptance_length"]) for sampled in (False, True)),
+            ]
+            for (drafter, way), by in found.items()
+        ],
+    )  # fmt: skip
+
+
 def views(part: str) -> list[str]:
     """What views cost, how often their drafts are accepted, and the speed of text that they draft."""
     found = _results("views", part)
