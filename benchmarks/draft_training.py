@@ -116,10 +116,10 @@ def main() -> None:
         seconds = time.process_time() - began
         results[name] = {**measure(args, out, held), "processor_seconds_of_training": round(seconds)}
         print(name, results[name], flush=True)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if isinstance(value, int | float)}
-        payload = {"settings": settings, "held out": len(held), "losses": results}
-        write_whole(args.json, json.dumps(payload, indent=1) + "\n")
+        if args.json:
+            settings = {option: value for option, value in vars(args).items() if isinstance(value, int | float)}
+            payload = {"settings": settings, "held out": len(held), "losses": results}
+            write_whole(args.json, json.dumps(payload, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_command_ranks_draft_models_by_the_rate(
     monkeypatch.setattr(shapes, "level_seconds", lambda *args: 1e-9)
     monkeypatch.setattr(shapes, "pass_seconds", lambda target, context, widths: [1.0 + w / 100 for w in widths])
     base = ["shapes", "--target", str(whole), "--data", str(data), "--out", str(out), "--max-new-tokens", "9", "--json"]
-    given: list[str] = [*base, "--draft", str(draft), "--length", "4"]
+    given: list[str] = [*base, "--model", str(draft), "--length", "4"]
     searched = ["--parameters", "3000", "--layers", "1", "--layers", "2"]
     assert main([*given, *searched, "--minutes", "0.01"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -129,9 +129,9 @@ def test_times_are_measured(folders: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "there is nothing to measure: give --draft MODEL, or --parameters N"),
+        ([], "there is nothing to measure: give --model MODEL, or --parameters N"),
         (["--parameters", "9", "--length", "0"], "--length 0: give at least 1"),
-        (["--draft", "nano"], "nano has another tokenizer than the target"),
+        (["--model", "nano"], "nano has another tokenizer than the target"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -56,7 +56,7 @@ def restrictions(kind: str, name: str) -> Iterator[str]:
     method = registry.method(kind, name)
     for target, reason in method.card.cannot.items():
         yield f"not for {target} targets: {reason}"
-    if "training" in method.card.needs:
+    if getattr(method, "learner", None) is not None and "training" in method.card.needs:
         yield "drafts only for the target that it was trained for"
     if getattr(method, "autoregressive", False):
         yield "each level of a draft costs a pass of the draft model"

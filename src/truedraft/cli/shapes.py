@@ -30,8 +30,8 @@ def shapes(
     out: Annotated[
         Path, Option(help="Folder of the model's responses, as `truedraft train` leaves them, and of what is trained.")
     ],
-    draft: Annotated[list[str] | None, Option(metavar="MODEL", help="A draft model to measure; repeatable.")] = None,
-    parameters: Annotated[int, Option(help="Weights of shapes to search over; 0: only those of --draft.")] = 0,
+    model: Annotated[list[str] | None, Option(metavar="MODEL", help="A draft model to measure; repeatable.")] = None,
+    parameters: Annotated[int, Option(help="Weights of shapes to search over; 0: only --model.")] = 0,
     layers: Annotated[
         list[int] | None, Option(help="Layers of such a shape; repeatable. By default 1, 2, 4 and 8.")
     ] = None,
@@ -51,9 +51,9 @@ def shapes(
     \f
     Raises Refused, before any work: a file, folder or model cannot be used, or there is nothing to measure.
     """
-    if not draft and not parameters:
+    if not model and not parameters:
         raise Refused(
-            "there is nothing to measure: give --draft MODEL, or --parameters N for shapes of so many weights"
+            "there is nothing to measure: give --model MODEL, or --parameters N for shapes of so many weights"
         )
     given = {"--parameters": (parameters, 0), "--minutes": (minutes, 0), "--length": (length, 1)}
     given |= {"--max-new-tokens": (max_new_tokens, 1), "--layers": (min(layers or LAYERS), 1)}
@@ -71,10 +71,10 @@ def shapes(
     from truedraft.train.shapes import Shapes
 
     report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    model, tokenizer = load(target, argument="--target")
+    drafted_for, tokenizer = load(target, argument="--target")
     how = Responding(max_new_tokens, 0, temperature, chat, seed)
-    measured = Shapes(model, tokenizer, prompts, out, how, length, report)
-    found = [measured.given(name) for name in draft or ()]
+    measured = Shapes(drafted_for, tokenizer, prompts, out, how, length, report)
+    found = [measured.given(name) for name in model or ()]
     if parameters:
         counts = layers or LAYERS
         found += [measured.searched(count, parameters, minutes, loss_name=loss) for count in counts]

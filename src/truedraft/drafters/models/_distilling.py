@@ -116,7 +116,7 @@ class Distilling(Learner):
         if not counted.any():
             return torch.zeros(())
         logits, labels = self._logits(batch, counted), batch.ids[:, 1:][counted]
-        p = self._law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits.detach()
+        p = self._law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits  # which `ce` does not read
         return LOSSES[self.loss_name](logits.log_softmax(-1), p, labels).mean()
 
     @torch.no_grad()
