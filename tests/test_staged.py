@@ -92,7 +92,7 @@ def test_the_chain_of_ouroboros_is_what_the_draft_model_decodes(length: int, set
             branched += tree.drafted > len(expected)
             compared += len(chain)
             assert chain == expected[: len(chain)]
-    assert compared > 150 and branched > 10
+    assert compared > 100 and branched > 10
 
 
 def test_ouroboros_drafts_in_fewer_passes_of_the_draft_model(passes: list[int]) -> None:
