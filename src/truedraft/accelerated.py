@@ -270,8 +270,7 @@ class Accelerated(StandIn):
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
         self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
-        report.passes = request.passes
-        report.drafted_by = [row.drafted_by for row in request.rows]
+        report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
         report.notes += reports.notes_on(rows, laws, stops)
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
         watch.attach(engine)

@@ -183,8 +183,7 @@ class ContinuousEngine:
             check = partial(self._check, drafter.width + extra_probes(verifier, drafter.width))
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
-            report.passes = request.passes
-            report.drafted_by = [row.drafted_by for row in request.rows]
+            report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
             if self._reuses and (not self._prefixes or request.prompts[0].ids is None or taps_of(request.rows).hidden):
                 report.notes.append(WHOLE)
             return EngineRequest(request, seed, streamer, report)

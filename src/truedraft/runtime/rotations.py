@@ -50,8 +50,8 @@ class Rotation:
         part, rest = x[..., :count], x[..., count:]
         first, second = (part[..., ::2], part[..., 1::2]) if self.neighbours else part.chunk(2, -1)
         sin = -sin if self.backwards else sin
-        turned = first * cos - second * sin, second * cos + first * sin
-        part = torch.stack(turned, -1).flatten(-2) if self.neighbours else torch.cat(turned, -1)
+        rotated = first * cos - second * sin, second * cos + first * sin
+        part = torch.stack(rotated, -1).flatten(-2) if self.neighbours else torch.cat(rotated, -1)
         return torch.cat([part, rest], -1)
 
     def error(self, keys: Tensor) -> float:
