@@ -132,6 +132,24 @@ def test_a_draft_is_ready_whenever_the_draft_model_was_right(name: str, sample: 
     assert len(fast.report().passes) == 2 + -(-(TOKENS - 2) // (4 + 1))  # the prompt, one without a draft, full ones
 
 
+class Alternating(Whole):
+    """Makes all steps of every second job, and none of the others."""
+
+    whole = False
+
+    def start(self, steps: Iterator[Any]) -> None:
+        self.whole = not self.whole
+        super().start(steps if self.whole else iter(()))
+
+
+def test_what_the_thread_had_no_time_to_read_is_read_with_the_text() -> None:
+    """The target drafts for itself; of a draft that no level continued, what a pass left over is verified next."""
+    draft = drafting("pearl", models()[0], length=4)
+    draft._worker = Alternating(0)
+    check_text(fast := accelerated(draft), 1, do_sample=False)
+    assert fast.report().acceptance_rate == 1.0 and len(fast.report().passes) < TOKENS / 2
+
+
 def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft is ready if a pass ends with one of the likeliest pairs of accepted prefix and correction, by a plain
     forward of the draft model over the draft."""
