@@ -75,7 +75,7 @@ class TextRouting(Joint):
         self.alone = True
 
     @property
-    def alone(self) -> bool:  # type: ignore[override]
+    def alone(self) -> bool:
         """As of every drafter; a specialist's drafts are verified as they are if those of the whole are."""
         return self._alone
 
