@@ -378,11 +378,11 @@ def test_a_server_routes_requests_by_their_text(tmp_path: Path) -> None:
 
 
 def test_the_draft_of_the_highest_mean_path_confidence_is_kept() -> None:
-    """Means by hand: 0.5 and 0.25 of a path; 0.6 alone; 0.9, 0.45 and 0.09; nothing."""
+    """Means by hand: 0.5 and 0.25 of a path; 0.6 alone; 0.9, 0.45 and 0.225; nothing."""
     parts = {
         "a": Recorder(5, (0.5, 0.5)),
         "b": Recorder(6, (0.6,)),
-        "c": Recorder(7, (0.9, 0.5, 0.2)),
+        "c": Recorder(7, (0.9, 0.5, 0.5)),
         "d": Recorder(8, ()),
     }
     for part in parts.values():
@@ -395,7 +395,7 @@ def test_the_draft_of_the_highest_mean_path_confidence_is_kept() -> None:
         (tree,) = draft.propose([row], [budget])
         kept[budget] = tree.tokens[1:]
         assert sum(row.drafted_by.values()) == 1 and list(row.drafted_by) == [{7: "c", 6: "b"}[tree.tokens[1]]]
-    assert kept == {1: (7,), 2: (7, 7), 3: (6,)}, "0.9; (0.9 + 0.45) / 2; 0.6 over (0.9 + 0.45 + 0.09) / 3"
+    assert kept == {1: (7,), 2: (7, 7), 3: (6,)}, "0.9; (0.9 + 0.45) / 2; 0.6 over (0.9 + 0.45 + 0.225) / 3"
     same = ConfidenceRouting([Recorder(5), Recorder(6)])
     row = Row(0, [1, 2], 2, 99)
     same.start([row])
