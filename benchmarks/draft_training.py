@@ -117,7 +117,10 @@ def main() -> None:
             train(args, first, TOGETHER[0], args.steps // 2, **shape)
             train(args, out, TOGETHER[1], args.steps // 2, model=str(first))
         seconds = time.process_time() - began
-        results[name] = {**measure(args, out, held), **({"processor_seconds_of_training": round(seconds)} if seconds > 9 else {})}
+        results[name] = {
+            **measure(args, out, held),
+            **({"processor_seconds_of_training": round(seconds)} if seconds > 9 else {}),
+        }
         print(name, results[name], flush=True)
         if args.json:
             settings = {option: value for option, value in vars(args).items() if isinstance(value, int | float)}
