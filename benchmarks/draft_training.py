@@ -4,7 +4,7 @@
     python benchmarks/draft_training.py --data lines.jsonl --out RUNS [--json benchmarks/results/draft_training.json]
 
 Fresh draft models of one shape learn from the same lines, in the same order, for as many steps, from the same seed;
-`ce, tvd++` is trained by `ce` for half of the steps, and by `tvd++` for the other half. Every hundredth line is
+with `--halves` also one by `ce` for half of the steps, and by `tvd++` for the other half. Every hundredth line is
 held out: from the ends of their prompts text is generated greedily and sampled at temperature 1, with chains of
 `--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over the held-out responses of
 sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the seconds are counts, which do
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce", "kl", "tvd", "tvd++"])
+    parser.add_argument("--halves", action="store_true", help="also ce, then tvd++")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--steps", type=int, default=240)
@@ -105,8 +106,10 @@ def main() -> None:
     _, sources, answers = lines_of(args.data)
     held = given_responses(fast, tokenizer, sources, answers, print, Responding())[::HELD_OUT]
     results: dict[str, Any] = {}
-    for name in [*args.losses, ", ".join(TOGETHER)]:
-        began, out = time.process_time(), args.out / name.replace(", ", "-")
+    if args.json and args.json.exists():  # of other losses
+        results = json.loads(args.json.read_text())["losses"]
+    for name in [*args.losses, *([", ".join(TOGETHER)] if args.halves else [])]:
+        began, out = time.process_time(), args.out / name.replace(", ", "-").replace("+", "p")  # + joins drafters
         if name in args.losses:
             train(args, out, name, args.steps, **shape)
         else:
@@ -114,7 +117,10 @@ def main() -> None:
             train(args, first, TOGETHER[0], args.steps // 2, **shape)
             train(args, out, TOGETHER[1], args.steps // 2, model=str(first))
         seconds = time.process_time() - began
-        results[name] = {**measure(args, out, held), "processor_seconds_of_training": round(seconds)}
+        results[name] = {
+            **measure(args, out, held),
+            **({"processor_seconds_of_training": round(seconds)} if seconds > 9 else {}),
+        }
         print(name, results[name], flush=True)
         if args.json:
             settings = {option: value for option, value in vars(args).items() if isinstance(value, int | float)}
