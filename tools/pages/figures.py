@@ -137,14 +137,13 @@ def stopping() -> list[str]:
                     given = given or (f" ({one['length']})" if one["way"] == "fixed" else "")
                     by.setdefault(one["way"], []).append((cost, given))
             least = {way: min(costs) for way, costs in by.items()}
+            gains = [f"{least['fixed'][0] / least[way][0] - 1:+.1%}" for way in ("threshold", "by costs")]
             ways = ("fixed", "confidence", "threshold", "by costs", "cost control")
-            gain = least["fixed"][0] / least["by costs"][0] - 1
-            rows.append(
-                [f"`{target}` by `{draft}`, {mode}", str(ratio), *(f"{least[w][0]:.2f}{least[w][1]}" for w in ways)]
-                + [f"{gain:+.1%}"]
-            )
+            costs = [f"{least[way][0]:.2f}{least[way][1]}" for way in ways]
+            rows.append([f"`{target}` by `{draft}`, {mode}", str(ratio), *costs, *gains])
     ways = ["best fixed length", "best `confidence`", "best `threshold`", "threshold by costs", "cost control"]
-    return _table(["models", "pass of the target", *ways, "by costs over best fixed"], rows)
+    gains = ["best `threshold` over best fixed", "by costs over best fixed"]
+    return _table(["models", "pass of the target", *ways, *gains], rows)
 
 
 def shared_drafters(part: str) -> list[str]:
