@@ -239,7 +239,7 @@ class Sized:
 def _with_scalars(model: nn.Module) -> None:
     """Give tensors of a single number one: programs read factors from them, on which no size depends."""
     for module in model.modules():
-        groups: list[dict[str, Any]] = [module._parameters, module._buffers]  # type: ignore[list-item]
+        groups: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in groups:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.numel() == 1 and tensor.is_meta:
