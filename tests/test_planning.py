@@ -196,8 +196,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert main([*asked, "--memory", "1GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["needed"] > found["plain"]
-    assert main([*asked, "--memory", "40M"]) == 2
-    assert "more than the 40.0 MiB" in capsys.readouterr().err
+    assert main([*asked, "--memory", "30M"]) == 2
+    assert "more than the 30.0 MiB" in capsys.readouterr().err
     for wrong in (["--memory", "much"], ["--rows", "0"], ["--draft", "draft-model"], ["--draft", "nothing"]):
         assert main(["plan", "nano", *wrong]) == 2
         assert capsys.readouterr().err.startswith("error: ")
