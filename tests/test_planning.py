@@ -142,10 +142,10 @@ def test_the_peak_of_a_process_is_the_planned_one() -> None:
 
 
 def test_what_fits_is_the_most_that_fits() -> None:
-    limit = 90 << 20
+    limit = 70 << 20
     found, _ = plan("eagle3", rows=4, tokens=400, memory=limit)
     assert not found.fits
-    with pytest.raises(Refused, match=r"rows=4, tokens=400, nodes=24: .* more than the 90.0 MiB"):
+    with pytest.raises(Refused, match=r"rows=4, tokens=400, nodes=24: .* more than the 70.0 MiB"):
         found.check()
     for name, others in (("rows", {"tokens": 400}), ("tokens", {"rows": 4})):
         fits = getattr(found, name)
