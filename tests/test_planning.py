@@ -142,10 +142,10 @@ def test_the_peak_of_a_process_is_the_planned_one() -> None:
 
 
 def test_what_fits_is_the_most_that_fits() -> None:
-    limit = 90 << 20
+    limit = 70 << 20
     found, _ = plan("eagle3", rows=4, tokens=400, memory=limit)
     assert not found.fits
-    with pytest.raises(Refused, match=r"rows=4, tokens=400, nodes=24: .* more than the 90.0 MiB"):
+    with pytest.raises(Refused, match=r"rows=4, tokens=400, nodes=24: .* more than the 70.0 MiB"):
         found.check()
     for name, others in (("rows", {"tokens": 400}), ("tokens", {"rows": 4})):
         fits = getattr(found, name)
@@ -196,8 +196,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert main([*asked, "--memory", "1GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["needed"] > found["plain"]
-    assert main([*asked, "--memory", "40M"]) == 2
-    assert "more than the 40.0 MiB" in capsys.readouterr().err
+    assert main([*asked, "--memory", "30M"]) == 2
+    assert "more than the 30.0 MiB" in capsys.readouterr().err
     for wrong in (["--memory", "much"], ["--rows", "0"], ["--draft", "draft-model"], ["--draft", "nothing"]):
         assert main(["plan", "nano", *wrong]) == 2
         assert capsys.readouterr().err.startswith("error: ")
