@@ -139,14 +139,8 @@ def rule_for(rule: Rule | None, samples: bool, drafter: Drafter) -> Rule:
         Refused: the rule cannot verify the drafter's drafts, or it samples and the call does not, or the reverse.
     """
     rule = rule or registry.load("accept", "seeded" if samples else "greedy")
-<<<<<<< HEAD
-    accepted = rule.accepts_draws
-    for one in drafting(drafter):
-        if accepted is not None and one.width and one.draws not in accepted:
-=======
     for one in drafting(drafter):
         if rule.accepts_draws is not None and one.width and one.draws not in rule.accepts_draws:
->>>>>>> 7b2b11e8e98e8d38099a67e8d0549784b5897593
             raise Refused(
                 f"rule={name_of(rule)!r} cannot verify the drafts of {name_of(one)}, which are {DRAWN[one.draws]}: "
                 "use rule='multi-round'"
