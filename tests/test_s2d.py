@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import PreTrainedModel
 
 import truedraft
-from models import sibling, tiny
+from models import V, sibling, tiny
+from test_train import target, tokenizer
 from truedraft import Refused, registry
 from truedraft.drafters.models._nested_reader import ENOUGH, NestedReader
 from truedraft.drafters.models.s2d import SortedLoss
+from truedraft.train.batches import Reader
 
 EXITS = (1, 3, 4)
 
@@ -149,6 +152,34 @@ def test_the_loss_is_the_sum_of_those_of_the_cut_models(architecture: str) -> No
     assert deepest
     for name in deepest:
         torch.testing.assert_close(gradients[name], last[name])
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_training_sorts_a_fresh_model_and_keeps_its_exits(loss: str, tmp_path: Path) -> None:
+    """The losses of all exits against plain forwards of cut models, and of the target; what is saved has the exits."""
+    model = target()
+    learner = registry.method("drafters", "s2d").learner(exits="1x3x4", layers=4, width=16, loss_name=loss)
+    learner.tokenizer = tokenizer()
+    learner.begin(model)
+    learner.prepare(torch.ones(V))
+    lines = [([3, 1, 4, 1, 5], [9, 2, 6]), ([7, 2], [5, 3, 5, 8])]
+    found = learner.loss(Reader(model, learner.needs.hidden)(lines))
+    expected = torch.zeros(())
+    for exit in EXITS:
+        losses = []
+        for prompt, response in lines:
+            ids = torch.tensor([prompt + response])
+            at = slice(len(prompt) - 1, -1)
+            q = cut(learner.module, exit)(ids, use_cache=False).logits[0, at].log_softmax(-1)
+            p = model(ids).logits[0, at].softmax(-1)
+            losses += (
+                [kl_div(q, p, reduction="none").sum(-1)] if loss == "kl" else [-q.gather(1, ids[0, -len(q) :, None])]
+            )
+        expected = expected + torch.cat([one.flatten() for one in losses]).mean()
+    torch.testing.assert_close(found, expected)
+    learner.save(tmp_path, model)
+    draft: Any = registry.load("drafters", "s2d", model=str(tmp_path))
+    assert tuple(one.layers for one in draft.reader.exits) == EXITS
 
 
 def test_exits_that_do_not_pay_are_dropped() -> None:

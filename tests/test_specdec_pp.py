@@ -394,7 +394,6 @@ def test_training_tells_tokens_apart() -> None:
     mean = label.mean()
     entropy = -(label * mean.log() + (1 - label) * (1 - mean).log()).mean()
     own = torch.nn.functional.binary_cross_entropy(label, label)
-    print(found, float(entropy - own), float(mean))
     assert 0 < found["divergence"] < 0.9 * float(entropy - own)
     constant = max(_acceptance.tokens_in_time([float(mean)] * len(label), label.tolist(), h / 50) for h in range(50))
     assert found["tokens_per_pass"] > constant

@@ -77,7 +77,7 @@ class Distilling(Learner):
     def _given(self) -> PreTrainedModel:
         if self.layers or self.width or self.heads or self.inner or not self.tied:
             raise Refused(
-                "draft-model: model= is continued in its own shape: leave layers=, width=, heads=, inner= and tied= "
+                f"{self.name}: model= is continued in its own shape: leave layers=, width=, heads=, inner= and tied= "
                 "out, or model= for a fresh one"
             )
         student, tokenizer = loaded(self.model)
@@ -97,8 +97,8 @@ class Distilling(Learner):
         except Exception as e:  # a configuration that does not fit makes the constructors raise any exception
             reason = " ".join(why(e).split())[:200]
             raise Refused(
-                f"draft-model: there is no {type(self.target).__name__} of that shape ({reason}): give other layers=, "
-                "width= or heads=, or a small model by model="
+                f"{self.name}: there is no {type(self.target).__name__} of that shape ({reason}): give other "
+                "layers=, width= or heads=, or a small model by model="
             ) from e
         student.generation_config = copy.deepcopy(self.target.generation_config)
         return student
@@ -116,7 +116,9 @@ class Distilling(Learner):
         if not counted.any():
             return torch.zeros(())
         logits, labels = self._logits(batch, counted), batch.ids[:, 1:][counted]
-        p = self._law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits  # which `ce` does not read
+        p = (
+            self.target_law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits
+        )  # which `ce` does not read
         return LOSSES[self.loss_name](logits.log_softmax(-1), p, labels).mean()
 
     @torch.no_grad()
@@ -134,7 +136,7 @@ class Distilling(Learner):
             for row, length, mask in zip(right.tolist(), lengths, batch.loss_mask, strict=True):
                 walk.add(reach_of(row, self.drafted), max(int(mask.int().argmax()) - 1, 0), length)
             if self.needs.hidden:
-                p = self._law(batch, counted, logits.shape[-1])
+                p = self.target_law(batch, counted, logits.shape[-1])
                 overlap += torch.minimum(p, logits.softmax(-1)).sum().item()
                 count += len(p)
         return {**walk.metrics(), **({"overlap": round(overlap / count, 4)} if count else {})}
@@ -145,7 +147,7 @@ class Distilling(Learner):
         sizes = (model.config.get_text_config(decoder=True).vocab_size for model in (student, self.target))
         return target_logits(student, states_before(student, batch)[counted])[:, : min(sizes)]
 
-    def _law(self, batch: Batch, counted: Tensor, size: int) -> Tensor:
+    def target_law(self, batch: Batch, counted: Tensor, size: int) -> Tensor:
         """(n, size) probabilities of the target before each counted token."""
         with torch.no_grad():
             return target_logits(self.target, batch.features[-1][:, :-1][counted])[:, :size].softmax(-1)

@@ -2,9 +2,9 @@
 
 Kavehzadeh et al., "S2D: Sorted Speculative Decoding For More Efficient Deployment of Nested Large Language Models",
 2024 (arXiv 2407.01955). The draft model is trained so that some of its prefixes of layers are language models, with one
-final norm and output head (sorted fine-tuning, `SortedLoss`): one model drafts for targets of several sizes, and only
-the thresholds differ. A token whose likeliest continuation is probable enough at an exit is drafted there; if it is
-not, the same hidden state goes on to the next exit.
+final norm and output head (sorted fine-tuning, `truedraft train s2d`): one model drafts for targets of several sizes,
+and only the thresholds differ. A token whose likeliest continuation is probable enough at an exit is drafted there; if
+it is not, the same hidden state goes on to the next exit.
 
 Keys and values that the layers behind an exit lack, of tokens that were drafted at it, are made when a later token goes
 on: the hidden states of all such tokens run through these layers in one pass with its own. Under cost control an exit
@@ -16,10 +16,10 @@ faster for that reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
+from truedraft.drafters._learned import Batch
+from truedraft.drafters._losses import LOSSES, named
+from truedraft.drafters.models._distilling import Distilling
 from truedraft.drafters.models._model import ChainDrafter
 from truedraft.drafters.models._nested_reader import Exit, NestedReader
 from truedraft.errors import Refused
@@ -34,6 +37,7 @@ from truedraft.runtime.segments import Segments
 from truedraft.targets._base import Target
 from truedraft.targets.hostable import keeps_states, layer_types
 
+EXITS = "layers before each exit, as in '6x9x12'"
 THRESHOLDS = "the least probability of the likeliest token at each exit but the last, as in '0.7x0.6', or one for all"
 SHARES = (1 / 2, 3 / 4, 1)  # of the layers, before each exit; published: 6, 9 and 12 of 12
 
@@ -63,7 +67,8 @@ def probabilities(text: str) -> tuple[float, ...]:
 
 
 def exits_of(model: PreTrainedModel, exits: Sequence[int]) -> tuple[int, ...]:
-    """The layers before each exit of a model: those given, or by default `SHARES` of all.
+    """The layers before each exit of a model: those given, or by default those that it was trained for (`exits` of its
+    configuration), or else `SHARES` of all.
 
     Raises:
         Refused: it has fewer layers, or they keep states.
@@ -73,7 +78,8 @@ def exits_of(model: PreTrainedModel, exits: Sequence[int]) -> tuple[int, ...]:
     count = len(layer_types(model))
     if exits and exits[-1] > count:
         raise Refused(f"s2d:exits={'x'.join(map(str, exits))}: the draft model has {count} layers")
-    return tuple(exits) or tuple(sorted({max(round(share * count), 1) for share in SHARES}))
+    trained = getattr(model.config, "exits", ())
+    return tuple(exits or trained or sorted({max(round(share * count), 1) for share in SHARES}))
 
 
 class SortedLoss:
@@ -93,13 +99,43 @@ class SortedLoss:
     def __call__(self, ids: Tensor, counted: Tensor) -> Tensor:
         """ids: (rows, length). counted: (rows, length) bool, True on the tokens to predict; the first of a row is not
         predicted."""
-        total, states = torch.zeros((), device=ids.device), None
+        labels = ids[:, 1:][counted[:, 1:]]
+        return torch.stack([cross_entropy(logits, labels) for logits in self.logits(ids, counted)]).sum()
+
+    def logits(self, ids: Tensor, counted: Tensor) -> Iterator[Tensor]:
+        """(n, V) fp32 logits before each counted token, exit by exit."""
+        states = None
         for first, last in pairwise((0, *self.exits)):
             with self._segments.running(first, last, states) as left:
                 logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
             (states,) = left
-            total = total + cross_entropy(logits[counted[:, 1:]].float(), ids[:, 1:][counted[:, 1:]])
-        return total
+            yield logits[counted[:, 1:]].float()
+
+
+@dataclass
+class Sorting(Distilling):
+    """Sorted fine-tuning on a target's responses: as the training of `draft-model`, with the losses of all exits."""
+
+    name: ClassVar[str] = "s2d"
+    exits: str = knob("", form=EXITS, reader=layers_of)  # of the student; published 6x9x12, of 12
+    loss_name: str = knob("ce", form=f"one of {', '.join(LOSSES)}", reader=named)  # at each exit; published ce
+
+    def begin(self, model: PreTrainedModel) -> None:
+        super().begin(model)
+        student: Any = self.module
+        self._sorted = SortedLoss(student, layers_of(self.exits))
+        student.config.exits = list(self._sorted.exits)
+
+    def loss(self, batch: Batch) -> Tensor:
+        counted = batch.loss_mask[:, 1:]
+        labels = batch.ids[:, 1:][counted]
+        if not len(labels):
+            return torch.zeros(())
+        losses = []
+        for logits in self._sorted.logits(batch.ids, batch.loss_mask):
+            p = self.target_law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits.detach()
+            losses.append(LOSSES[self.loss_name](logits[:, : p.shape[-1]].log_softmax(-1), p, labels).mean())
+        return torch.stack(losses).sum()
 
 
 @dataclass
@@ -113,8 +149,9 @@ class S2d(ChainDrafter):
         published="Vicuna 7B and 13B: 1.34x and 1.38x, LLaMA-2 70B 1.95x, 2.4 to 2.9 tokens a pass; an unsorted "
         "draft's early exit 1.22x on average (one GPU).",
     )
+    learner = Sorting
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
-    exits: str = knob("", form="layers before each exit, as in '6x9x12'", reader=layers_of)  # published 6x9x12, of 12
+    exits: str = knob("", form=EXITS, reader=layers_of)  # published 6x9x12, of 12
     thresholds: str = knob("0.7x0.6", form=THRESHOLDS, reader=probabilities)  # to draft there; published: tuned
     length: int = knob(8, 1, 64)  # tokens of the draft model at most
     confidence: float = knob(0.3, 0, 1)  # the last threshold: a draft ends after a token of lower probability
