@@ -32,7 +32,7 @@ def train(
         Path,
         Option(
             help='Prompts, a line each, plain or .gz; text after a tab is a response. Or .jsonl: {"prompt": ..., '
-            '"response": ...}, the response optional.'
+            '"response": ...}, the response optional; or what `truedraft serve --record` has kept.'
         ),
     ],
     out: Annotated[Path, Option(help="Folder of the checkpoint, its log and curves, and the model's responses.")],
@@ -69,6 +69,10 @@ def train(
     resume: Annotated[
         bool, Option("--resume", help="Continue the run in the folder from its last validation.")
     ] = False,
+    start: Annotated[
+        Path | None,
+        Option("--from", help="Checkpoint to start from, kept until one is better on held-out lines."),
+    ] = None,
 ) -> None:
     """Train a drafter for a model on the model's responses, a head or a draft model; use it as `--draft NAME:FOLDER`.
     Or, for a diffusion model, what a policy learns from the model's own decoding: learn2pd or dparallel.
@@ -84,13 +88,14 @@ def train(
         raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
     policy = _policy(drafter)
     _check_texts(text_share, texts, policy)
+    _check_start(start, resume, policy)
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
     if policy is None:
         registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")
-    numbers, sources, answers = lines_of(data)
+    numbers, sources, answers = lines_of(data, ids=policy is None)
     others = [] if texts is None else _texts(texts)
     use_threads(threads)
     import torch
@@ -127,7 +132,7 @@ def train(
         learner, _placed(model, device), tokenizer, sources, out, plan,
         answers=answers if labels == "given" else None,
         texts=others, share=text_share or SHARE, how=Responding(max_new_tokens, max_length, temperature, chat, seed),
-        batch=batch, resume=resume,
+        batch=batch, resume=resume, start=start,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
 
@@ -150,6 +155,13 @@ def _check_texts(share: float | None, texts: Path | None, policy: str | None) ->
         raise Refused("--text-share: there are no --texts to draw from: give both, or neither")
     if texts is not None and policy is not None:
         raise Refused(f"--texts: {policy} learns from what the model decodes alone: leave it out")
+
+
+def _check_start(start: Path | None, resume: bool, policy: str | None) -> None:
+    if start is not None and resume:
+        raise Refused(f"--from {start}: --resume goes on from the checkpoint in --out: give one of the two")
+    if start is not None and policy is not None:
+        raise Refused(f"--from {start}: {policy} is trained from its beginning: leave it out")
 
 
 def _policy(spec: str) -> str | None:
@@ -213,25 +225,32 @@ def _texts(path: Path) -> list[str]:
     return found
 
 
-def lines_of(path: Path) -> tuple[list[int], list[str], list[str | None]]:
-    """Numbers of lines, prompts, and the responses to them; None for a prompt without one."""
+def lines_of(path: Path, ids: bool = False) -> tuple[list[int], list[Any], list[Any]]:
+    """Numbers of lines, prompts, and the responses to them; None for a prompt without one.
+
+    ids: whether lines may have token ids in the place of texts.
+    """
     from truedraft.files import read_lines
 
     lines = [(i, line) for i, line in enumerate(read_lines(path), 1) if line.strip()]
     if not lines:
         raise Refused(f"--data {path}: the file has no text")
     if path.name.removesuffix(".gz").endswith(".jsonl"):
-        pairs = [_entry(path, i, line) for i, line in lines]
+        pairs = [_entry(path, i, line, ids) for i, line in lines]
     else:
         sides = [line.split("\t", 1) for _, line in lines]
         pairs = [(prompt, rest[0] if rest else None) for prompt, *rest in sides]
     return [i for i, _ in lines], [prompt for prompt, _ in pairs], [response for _, response in pairs]
 
 
-def _entry(path: Path, number: int, line: str) -> tuple[str, str | None]:
-    """Prompt and response of a line of JSON."""
+def _entry(path: Path, number: int, line: str, ids: bool) -> tuple[Any, Any]:
+    """Prompt and response of a line of JSON, as texts or as token ids."""
     try:
         entry = json.loads(line)
+        if ids and "prompt_ids" in entry:
+            sides = entry["prompt_ids"], entry["response_ids"]
+            if all(side and all(type(token) is int and token >= 0 for token in side) for side in sides):
+                return sides
         prompt, response = entry["prompt"], entry.get("response")
         if isinstance(prompt, str) and prompt.strip() and isinstance(response, str | None):
             return prompt, response

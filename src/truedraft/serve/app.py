@@ -44,6 +44,7 @@ from truedraft.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
+from truedraft.serve.record import Recorder
 from truedraft.serve.security import HEADERS, Headers, check_origin
 from truedraft.serve.settings import Plan
 
@@ -72,8 +73,9 @@ class Server:
         kind = ServedCanvas if isinstance(fast, AcceleratedCanvas) else ServedModel
         self.config, self.keys, self.model = config, keys, kind(fast, config)  # type: ignore[arg-type]
         self.metrics = Metrics(config.name)
+        observer = self.metrics if config.record is None else Recorder(config.record, self.metrics)
         self.loop = EngineLoop(
-            self._engine, self.metrics, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
+            self._engine, observer, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
         )
         self.draining, self.started = False, time.time()
 

@@ -21,7 +21,7 @@ from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_gro
 from truedraft.train.checkpoints import STATE, read_state, write_state
 from truedraft.train.curves import drawn
 from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
-from truedraft.train.responses import Responding, given_responses, target_responses
+from truedraft.train.responses import Given, Responding, given_responses, target_responses
 
 HELD_OUT = 100  # one line in this many is held out for validation,
 MOST = 200  # at most this many lines
@@ -32,17 +32,18 @@ def train_drafter(
     learner: Learner,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[str],
+    sources: Sequence[Given],
     out: Path,
     plan: Plan,
     *,
-    answers: Sequence[str | None] | None = None,
+    answers: Sequence[Given | None] | None = None,
     texts: Sequence[str] = (),
     share: float = 0.1,
     responses: Path | None = None,
     how: Responding | None = None,
     batch: int = 2048,
     resume: bool = False,
+    start: Path | None = None,
     report: Callable[[str], None] = announce,
 ) -> dict[str, float]:
     """Train a drafter for a model. The best checkpoint, the run's state, its log with a picture, and the model's
@@ -60,6 +61,8 @@ def train_drafter(
         responses: folder of the target's responses; by default `out`.
         how: how the target responds, and how long texts may be.
         batch: tokens of a step, with padding; of an encoder-decoder those of the longer side.
+        start: the folder of a checkpoint of the same knobs to start from; `out` has it until one is better on the
+            held-out lines.
         report: called with lines of text on the progress.
 
     Returns:
@@ -76,15 +79,19 @@ def train_drafter(
     with model.device:
         learner.begin(model)
     state = _checked(learner, model, out, resume, plan)
+    if start is not None:
+        learner.restore(start, model)
     with _writing(out, learner):
         out.mkdir(parents=True, exist_ok=True)
+        if start is not None:
+            learner.save(out, model)
         how = how or Responding()
         kept = responses or out
         lines, others, read = _read(model, tokenizer, sources, answers, texts, kept, how, learner, report)
         held, trained = held_out(lines)
         training = _Training(learner, model, out, read, held, batch)
         with model.device:
-            if not resume:
+            if not resume and start is None:
                 tokens = torch.tensor([*chain.from_iterable(map(read.predicted, trained))])
                 vocabulary = model.config.get_text_config(decoder=True).vocab_size
                 learner.prepare(tokens.bincount(minlength=vocabulary))
@@ -168,8 +175,8 @@ def _checked(learner: Learner, model: PreTrainedModel, out: Path, resume: bool, 
 
 
 def _read(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
-    answers: Sequence[str | None] | None, texts: Sequence[str], out: Path, how: Responding, learner: Learner,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Given],
+    answers: Sequence[Given | None] | None, texts: Sequence[str], out: Path, how: Responding, learner: Learner,
     report: Callable[[str], None],
 ) -> tuple[list[Line], list[Line], Reader]:  # fmt: skip
     """The lines to train on, those that are mixed with them, and what makes batches; the target is hosted for its

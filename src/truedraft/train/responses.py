@@ -30,6 +30,7 @@ REPORT_EVERY = 20.0  # seconds between reports
 UNLIMITED = 1 << 30
 
 Report = Callable[[str], None]
+Given = str | list[int]  # a text, or its token ids as they are
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Responding:
 def target_responses(
     fast: Accelerated,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Given],
     folder: Path,
     report: Report,
     how: Responding,
@@ -99,8 +100,8 @@ def target_responses(
 def given_responses(
     fast: Accelerated,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    responses: Sequence[str | None],
+    prompts: Sequence[Given],
+    responses: Sequence[Given | None],
     report: Report,
     how: Responding,
 ) -> list[Line]:
@@ -110,9 +111,10 @@ def given_responses(
     predicted.
 
     Raises:
-        Refused: no line is left.
+        Refused: no line is left, or token ids are of another model, or for an encoder-decoder.
     """
     most = longest(fast, how)
+    _check_ids(fast, [*prompts, *responses])
     if fast.target.reads_sources:
         start = fast.model.generation_config.decoder_start_token_id
         labels: Any = tokenizer(text_target=[response or "" for response in responses])["input_ids"]
@@ -139,37 +141,57 @@ def longest(fast: Accelerated, how: Responding) -> int:
 
 
 def _prompts(
-    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], how: Responding
+    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], how: Responding
 ) -> list[list[int] | None]:
     """Ids of prompts, cut where they leave no room for a response; None for those to be left out."""
     most = longest(fast, how)
+    _check_ids(fast, prompts)
     if fast.target.reads_sources:
         return [ids if 1 < len(ids) <= most else None for ids in tokenizer([*prompts])["input_ids"]]
     room = most - min(how.max_new_tokens, most // 2)
     return [ids[-room:] or None for ids in _encoded(tokenizer, prompts, how)]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], how: Responding) -> list[list[int]]:
+def _check_ids(fast: Accelerated, given: Sequence[Given | None]) -> None:
+    """Raises Refused where lines that are given in token ids cannot be read."""
+    ids = [token for one in given if isinstance(one, list) for token in one]
+    if ids and fast.target.reads_sources:
+        raise Refused("--data has token ids, and an encoder-decoder is trained on texts: give these")
+    if (largest := max(ids, default=0)) >= (size := fast.target.vocabulary):
+        raise Refused(f"--data has token {largest}, and the model {size:,} tokens: give lines of this model")
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], how: Responding) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not how.chat:
-        return tokenizer([*prompts])["input_ids"]
+        return _merged(prompts, tokenizer(texts)["input_ids"] if texts else [])
     if not tokenizer.chat_template:
         raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
-    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    messages = [[{"role": "user", "content": prompt}] for prompt in texts]
     encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return encoded["input_ids"]
+    return _merged(prompts, encoded["input_ids"])
+
+
+def _merged(given: Sequence[Given | None], encoded: Sequence[list[int]]) -> list[list[int]]:
+    """Token ids of all, from those of the texts among them."""
+    texts = iter(encoded)
+    return [one if isinstance(one, list) else next(texts) for one in given]
 
 
 def _texts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], responses: Sequence[str | None], most: int,
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], responses: Sequence[Given | None], most: int,
     how: Responding, ends: Sequence[int],
 ) -> list[Line]:  # fmt: skip
-    """A decoder's lines with something to predict, cut at their end."""
-    answers = tokenizer([response or "" for response in responses], add_special_tokens=False)["input_ids"]
-    plain = [i for i, response in enumerate(responses) if response is None]
-    texts = dict(zip(plain, tokenizer([prompts[i] for i in plain])["input_ids"], strict=True)) if plain else {}
+    """A decoder's lines with something to predict, cut at their end. Texts end with an end token; token ids as they
+    do."""
+    texts = [response or "" for response in responses if not isinstance(response, list)]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    answers = _merged(responses, [[*answer, *ends[:1]] for answer in encoded])
+    alone = [i for i, response in enumerate(responses) if response is None]
+    plain = dict(zip(alone, _encoded(tokenizer, [prompts[i] for i in alone], Responding()), strict=True))
     lines: list[Line] = []
     for i, (prompt, answer) in enumerate(zip(_encoded(tokenizer, prompts, how), answers, strict=True)):
-        sides = (texts[i][:1], texts[i][1:]) if i in texts else (prompt, [*answer, *ends[:1]])
+        sides = (plain[i][:1], plain[i][1:]) if i in plain else (prompt, answer)
         lines.append((sides[0], sides[1][: max(most - len(sides[0]), 0)]))
     return [line for line in lines if all(line)]
 
