@@ -82,10 +82,7 @@ def train(
     """
     rates = {"--minutes": minutes, "--every": every, "--lr": LEARNING_RATE if lr is None else lr}
     _check_numbers({**rates, "--batch": batch, "--max-new-tokens": max_new_tokens}, temperature, max_length)
-    if labels not in ("target", "given"):
-        raise Refused(f"--labels {labels}: choose target or given")
-    if device not in DEVICES:
-        raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    _check_choices(labels, device)
     policy = _policy(drafter)
     _check_texts(text_share, texts, policy)
     _check_start(start, resume, policy)
@@ -135,6 +132,13 @@ def train(
         batch=batch, resume=resume, start=start,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
+
+
+def _check_choices(labels: str, device: str) -> None:
+    if labels not in ("target", "given"):
+        raise Refused(f"--labels {labels}: choose target or given")
+    if device not in DEVICES:
+        raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
 
 
 def _check_numbers(positive: Mapping[str, float], temperature: float, max_length: int) -> None:

@@ -91,14 +91,10 @@ def train_drafter(
         held, trained = held_out(lines)
         training = _Training(learner, model, out, read, held, batch)
         with model.device:
-            if not resume and start is None:
-                tokens = torch.tensor([*chain.from_iterable(map(read.predicted, trained))])
-                vocabulary = model.config.get_text_config(decoder=True).vocab_size
-                learner.prepare(tokens.bincount(minlength=vocabulary))
-            elif state is None:
-                training.best = training.initial()
+            if resume or start is not None:
+                training.best = training.initial() if state is None else state["best"]
             else:
-                training.best = state["best"]
+                training.prepare(trained)
             weights = sum(p.numel() for p in learner.module.parameters())
             mixture = f" and {len(others):,} texts" if others else ""
             report(f"{weights:,} weights, {len(trained):,} lines{mixture} to train on, {len(held):,} held out")
@@ -131,6 +127,12 @@ class _Training:
     batch: int
     best: float = 0.0
     feed: Feed | None = None
+
+    def prepare(self, lines: Sequence[Line]) -> None:
+        """Set the module up for the lines to train on."""
+        tokens = torch.tensor([*chain.from_iterable(map(self.read.predicted, lines))])
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        self.learner.prepare(tokens.bincount(minlength=vocabulary))
 
     def validate(self) -> Metrics:
         tokens: Metrics = {"tokens": self.feed.tokens} if self.feed is not None else {}
