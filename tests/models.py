@@ -647,16 +647,16 @@ def ragged(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str, torch.
 
 def sibling(model: PreTrainedModel, spread: float = 0.06) -> PreTrainedModel:
     """A model that often agrees with another: its weights with relative noise of standard deviation `spread`."""
-    if id(model) not in _SIBLINGS:
+    if (id(model), spread) not in _SIBLINGS:
         other = copy.deepcopy(model)
         g = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=g, dtype=torch.float32))
-        _SIBLINGS[id(model)] = (model, other)
-    return _SIBLINGS[id(model)][1]
+        _SIBLINGS[id(model), spread] = (model, other)
+    return _SIBLINGS[id(model), spread][1]
 
 
 _SIBLINGS: dict[
-    int, tuple[PreTrainedModel, PreTrainedModel]
+    tuple[int, float], tuple[PreTrainedModel, PreTrainedModel]
 ] = {}  # keeps the model alive, so that its id is not reused

@@ -317,7 +317,7 @@ def test_command_trains_and_refuses(toy: Any, tmp_path: Path, capsys: pytest.Cap
         ([*base, "--data", str(data), "--threads", "0"], "--threads 0: this machine has"),
         (
             ["train", "llma", *base[2:], "--data", str(data)],
-            "llma has nothing to learn: train one of dflash, eagle, eagle2, eagle3,",
+            "llma has nothing to learn: train one of dflash, draft-model, eagle, eagle2, eagle3,",
         ),
         (["train", "gad:j=4", *base[2:], "--data", str(data)], "the training of gad has no knob 'j'"),
         (["train", "gad:k=0", *base[2:], "--data", str(data)], "gad:k=0: give a whole number, 1 to 64"),

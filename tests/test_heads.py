@@ -31,7 +31,8 @@ UNROLLED, STEPWISE = (
     [name for name, learner in LEARNERS.items() if learner is not None and issubclass(learner, kind)]
     for kind in (UnrolledLearner, StepwiseLearner)
 )
-OF_DECODERS = [name for name, learner in LEARNERS.items() if learner is not None and name != "gad"]
+SEVERAL = ("gad", "specdec-pp")  # for an encoder-decoder, and a draft model beside the target
+OF_DECODERS = [name for name, learner in LEARNERS.items() if learner is not None and name not in SEVERAL]
 COPIED = [name for name in OF_DECODERS if "quantize" in dict(knobs(registry.method("drafters", name)))]
 STEPS = 4
 

@@ -40,6 +40,7 @@ def chain_rule(
 SMALL: dict[str, dict[str, object]] = {  # sampled drafts, small enough to enumerate every draw
     "deer": {"depth": 2},
     "draft-model": {"length": 2},
+    "s2d": {"length": 2},
     "specdec-pp": {"length": 3, "threshold": 0.9},
     "pearl": {"length": 2},
     "mirror-sd": {"length": 2},

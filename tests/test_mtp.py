@@ -283,4 +283,4 @@ def test_a_target_without_such_layers_is_refused(tmp_path: Path, capsys: pytest.
     (tmp_path / "lines.txt").write_text("one line")
     given = ["--target", str(tmp_path / "model"), "--data", str(tmp_path / "lines.txt"), "--out", str(tmp_path / "out")]
     assert main(["train", "mtp", *given]) == 2
-    assert "error: mtp has nothing to learn: train one of dflash, eagle," in capsys.readouterr().err
+    assert "error: mtp has nothing to learn: train one of dflash, draft-model, eagle," in capsys.readouterr().err

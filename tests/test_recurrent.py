@@ -37,6 +37,7 @@ REFUSED = {
     "view": "cannot run under skip-layers",
     **dict.fromkeys([*sorted(VIEWED), *REVIEWED, "eesd"], "cannot run under "),
     "s3d": "keeps states of all its layers",
+    "glide": "keeps states of the text instead",
 }
 
 
@@ -112,7 +113,7 @@ def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> Non
                 (
                     "qwen3_5_text",
                     "auto",
-                    ["view", "eesd", "s3d", *sorted(VIEWED), *REVIEWED],
+                    ["view", "eesd", "s3d", "glide", *sorted(VIEWED), *REVIEWED],
                 ),  # trees, by the compiled pass
             ]
         )

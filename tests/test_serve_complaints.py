@@ -321,6 +321,6 @@ def test_the_memory_plan_forgets_the_drafter() -> None:
     """Memory was planned without the drafter, and ran out."""
     with_heads = plan.planned(ServeConfig(model="nano", draft=HYBRID))
     without = plan.planned(ServeConfig(model="nano", draft="none"))
-    heads = [part.bytes for part in with_heads if part.name == "drafter"]
-    assert sum(heads) > 3_000_000
-    assert sum(part.bytes for part in with_heads) == sum(part.bytes for part in without) + sum(heads)
+    planned = {part.name: part.bytes for part in with_heads}
+    assert planned["head weights"] > 3_000_000 and planned["head KV cache"] > 0
+    assert all(planned[part.name] >= part.bytes for part in without)

@@ -48,9 +48,7 @@ class ServeConfig:
     view: str | None = _setting(None, "lossy/NAME: generate under a view, an approximation; another text.")
     control: str = _setting("cost", "Draft size: cost (what pays here) or fixed (always full).")
     memory: Path | None = _setting(None, "A file of earlier outputs, read at the start and written at the end.")
-    record: Path | None = _setting(
-        None, "A file to keep prompts and responses in, to train drafters on."
-    )
+    record: Path | None = _setting(None, "A file to keep prompts and responses in, to train drafters on.")
     reference: dict[str, Path] = _setting({}, "NAME=PATH of a text that requests may name as a reference; repeatable.")
 
     threads: int | None = _setting(None, "Threads to use; by default torch's choice.", 1)

@@ -158,8 +158,8 @@ class S2d(ChainDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None:
-            self.forget()
+        self._reader: Any = NestedReader(self.model, [])
+        self.forget()
 
     def forget(self) -> None:
         if self.model is None:
@@ -172,7 +172,7 @@ class S2d(ChainDrafter):
                 f"s2d:thresholds={self.thresholds}: there are {len(layers)} exits: give {len(layers) - 1} "
                 "probabilities, or one for all"
             )
-        self._reader: Any = NestedReader(self.model, [*map(Exit, layers, (*thresholds, 0.0))])
+        self._reader.exits = [*map(Exit, layers, (*thresholds, 0.0))]
 
     def bind(self, target: Target) -> None:
         if why := self.card.cannot.get(target.family):
