@@ -37,7 +37,7 @@ METHODS = (
     "gumbel-top-k", "cs-drafting",
 )  # fmt: skip
 CONTROLS = ("fixed", "cost")
-PASSES = ("extend", "extend_greedily", "score", "prefill")  # of a draft model's target
+PASSES = ("extend_tapped", "extend_greedily", "score", "prefill")  # of a draft model's target
 X, Y = 46, 44  # of a picture: from node to node, and from level to level
 
 

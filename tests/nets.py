@@ -43,7 +43,7 @@ COMPILED = {name for name in REGISTERED if PRESETS.get(name, (name,))[0] in BITS
 TRIALS = ["oracle", "noise", "sampler", "sampler-distinct", "probes", "taps", "view"]
 EVERY = [*NAMES, *TRIALS, "plain"]  # without presets: the code of a method under other knobs
 VIEWED = {*VIEWS, *(n for n in registry.names("drafters") if issubclass(registry.method("drafters", n), ViewDrafter))}
-FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from tiny models and short texts
+FEW: dict[str, dict[str, Any]] = {  # knobs by which drafters differ from tiny models and short texts, and are quick
     "skip-layers": {"layers": "1a"},
     "ffn-skipllm": {"layers": "0-1", "similarity": 0.8},
     "skipdecode": {"most": 1.0, "least": 0.5, "levels": 2},
@@ -51,6 +51,7 @@ FEW: dict[str, dict[str, Any]] = {  # knobs of views by which they differ from t
     "top-kv": {"entries": 2, "chunk": 1, "recent": 2, "refresh": 5},
     "swift": {"ends": 0, "window": 3, "enough": 1.0, "effort": 1000.0},
     "text-routing": {"every": 4},
+    "specexec": {"nodes": 96, "beam": 16},
 }
 # models that have what these drafters need
 SUITED = {"fewer-experts": partial(tiny, "mixtral"), "blockffn": relu_routed, "super-apriel": supernet}
