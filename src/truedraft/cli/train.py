@@ -187,11 +187,16 @@ def _training(policy: str, spec: str) -> Any:
     return registry.built(TRAININGS[policy], f"the training of {policy}", spec, registry.parsed(spec)[1])
 
 
+def _method(name: str) -> tuple[str, Any]:
+    """A drafter, or a view that drafts, also by the name of a preset: its own name, and its class."""
+    kind = "views" if registry.is_view(name) else "drafters"
+    name, _ = registry.presets(kind).get(name, (name, {}))
+    return name, registry.method(kind, name)
+
+
 def _draft(name: str, folder: Path) -> str:
     """The spec of a drafter with a checkpoint."""
-    kind = "views" if registry.is_view(name) else "drafters"
-    method = registry.method(kind, registry.presets(kind).get(name, (name, {}))[0])
-    if "head" in signature(method).parameters:
+    if "head" in signature(_method(name)[1]).parameters:
         return f"{name}:head={folder}"
     return f"{name}:model={folder}" if "=" in str(folder) else f"{name}:{folder}"
 
@@ -209,10 +214,9 @@ def _placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
 
 def _learner(spec: str) -> Any:
     """The learner of a drafter, from its name and training knobs."""
-    name, knobs = registry.parsed(spec)
-    kind = "views" if registry.is_view(name) else "drafters"
-    name, _ = registry.presets(kind).get(name, (name, {}))
-    learner = registry.method(kind, name).learner
+    given, knobs = registry.parsed(spec)
+    name, method = _method(given)
+    learner = method.learner
     if learner is None:
         every = [(kind, name) for kind in ("drafters", "views") for name in registry.names(kind)]
         trainable = [name for kind, name in every if registry.method(kind, name).learner is not None]

@@ -42,6 +42,11 @@ class Batch:
     features: dict[int, Tensor]
     source: tuple[Tensor, Tensor] | None = None
 
+    def spans(self) -> list[tuple[int, int]]:
+        """By row, the prompt's last position and the length of the text."""
+        firsts = (self.loss_mask.int().argmax(1) - 1).clamp_min(0)
+        return list(zip(firsts.tolist(), self.mask.sum(1).tolist(), strict=True))
+
     def split(self, rows: int) -> Iterator[Batch]:
         """Batches of at most that many rows each, of the same length."""
         for first in range(0, len(self.ids), rows):

@@ -164,11 +164,10 @@ def replayed(model: Any, batches: Iterable[Batch], most: int) -> tuple[float, ..
     written; the target is not run."""
     walks = [Walk(most) for _ in range(most + 1)]
     for batch in batches:
-        lengths = batch.mask.sum(1).tolist()
-        for row, length, mask in zip(rights(model, batch).tolist(), lengths, batch.loss_mask, strict=True):
-            reach, first = reach_of(row, most), max(int(mask.int().argmax()) - 1, 0)
+        for row, span in zip(rights(model, batch).tolist(), batch.spans(), strict=True):
+            reach = reach_of(row, most)
             for drafted, walk in enumerate(walks):
-                walk.add([min(some, drafted) for some in reach], first, length)
+                walk.add([min(some, drafted) for some in reach], *span)
     return tuple(float(walk.metrics()["tokens_per_pass"]) for walk in walks)  # type: ignore[arg-type]
 
 

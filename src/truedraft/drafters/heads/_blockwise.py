@@ -57,7 +57,7 @@ class BlockLearner(HeadLearner):
         head: Any = self.module
         walk = Walk(head.drafts)
         for text in (text for batch in batches for text in batch.split(1)):
-            length, first = int(text.mask.sum()), max(int(text.loss_mask[0].int().argmax()) - 1, 0)
+            ((first, length),) = text.spans()
             reach = [0] * first
             for begin in range(first + 1, length - 1, ANCHORS):
                 anchors = torch.arange(begin, min(begin + ANCHORS, length - 1), device=text.ids.device)

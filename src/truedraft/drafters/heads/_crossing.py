@@ -219,16 +219,8 @@ class CrossingReader(HeadReader):
         embedded = row.given is not None and row.given.embeds is not None
         return len(row.tokens) + (len(row.given) if embedded and row.given is not None else 0)
 
-    def _add_tokens(
-        self, row: Row, count: int, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]
-    ) -> None:  # fmt: skip
-        assert self._cache is not None
-        slot = self.slot_rows.index(row)
-        first = self._cache.lengths[slot]
-        nodes.add_chain(slot, first, None, count)
-        embeds.append(self._embeds(row, first, count))
-        features.append(torch.arange(first, first + count))
-        self._cache.lengths[slot] += count
+    def _next_inputs(self, row: Row, first: int, count: int) -> tuple[Tensor, Tensor]:
+        return self._embeds(row, first, count), torch.arange(first, first + count)
 
     def _add_frontier(
         self, branches: Branches, nodes: Nodes, embeds: list[Tensor], features: list[Tensor]

@@ -189,10 +189,14 @@ class HeadReader(RowReader):
         slot = self.slot_rows.index(row)
         first = self._cache.lengths[slot]
         nodes.add_chain(slot, first, None, count)
-        fused = self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype))
-        embeds.append(self._beside(row, first, fused))
-        features.append(fused)
+        for inputs, given in zip((embeds, features), self._next_inputs(row, first, count), strict=True):
+            inputs.append(given)
         self._cache.lengths[slot] += count
+
+    def _next_inputs(self, row: Row, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """What the head reads at the next `count` places of a row, from `first` on: embeddings, and features."""
+        fused = self.passes.fuse(self._unread[id(row)].take(count).to(self.head.dtype))
+        return self._beside(row, first, fused), fused
 
     def _beside(self, row: Row, place: int, features: Tensor) -> Tensor:
         """What the head reads beside features, (count, H), from a place on: the embeddings of the tokens after them."""

@@ -79,6 +79,13 @@ class HeadLearner(Learner):
     def initialise(self) -> None:
         """Set weights that begin as the target's."""
 
+    @torch.no_grad()
+    def copy_output_head(self) -> None:
+        """Begin with the target's output head, for the tokens that are drafted."""
+        head: Any = self.module
+        rows: Any = self.model.get_output_embeddings()
+        head.lm_head.weight.copy_(rows.weight if head.draft_token_ids is None else rows.weight[head.draft_token_ids])
+
     def config(self) -> dict[str, Any]:
         return self.module.record()
 
@@ -141,9 +148,8 @@ class StepwiseLearner(HeadLearner):
         per pass of decoding them with such drafts."""
         walk = Walk(self.drafted)
         for batch in batches:
-            lengths = batch.mask.sum(1).tolist()
-            for reach, length, mask in zip(self._reach(batch).tolist(), lengths, batch.loss_mask, strict=True):
-                walk.add(reach, int(mask.int().argmax()) - 1, length)
+            for reach, span in zip(self._reach(batch).tolist(), batch.spans(), strict=True):
+                walk.add(reach, *span)
         return walk.metrics()
 
     def _reach(self, batch: Batch) -> Tensor:

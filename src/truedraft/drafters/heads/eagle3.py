@@ -121,11 +121,8 @@ class Training(UnrolledLearner):
     def initialise(self) -> None:
         """Begin with the target's output head, and with the last tapped layer as the feature."""
         head: Any = self.module
+        self.copy_output_head()
         with torch.no_grad():
-            rows: Any = self.model.get_output_embeddings()
-            head.lm_head.weight.copy_(
-                rows.weight if head.draft_token_ids is None else rows.weight[head.draft_token_ids]
-            )
             head.fc.weight.normal_(0, 0.02)
             head.fc.weight[:, -head.size :] += torch.eye(head.size)
 

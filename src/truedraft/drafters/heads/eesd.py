@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -84,13 +83,7 @@ class Training(StepwiseLearner):
     vocabulary: int = knob(0, 0, 1 << 20)  # tokens of the draft vocabulary, 0 for all; published all
 
     def initialise(self) -> None:
-        """Begin with the target's output head."""
-        head: Any = self.module
-        rows: Any = self.model.get_output_embeddings()
-        with torch.no_grad():
-            head.lm_head.weight.copy_(
-                rows.weight if head.draft_token_ids is None else rows.weight[head.draft_token_ids]
-            )
+        self.copy_output_head()
 
     def head(self, model: PreTrainedModel) -> EesdHead:
         config = model.config.get_text_config(decoder=True)

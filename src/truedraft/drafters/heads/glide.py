@@ -128,13 +128,7 @@ class Training(HeadLearner):
         )
 
     def initialise(self) -> None:
-        """Begin with the target's output head."""
-        head: Any = self.module
-        rows: Any = self.model.get_output_embeddings()
-        with torch.no_grad():
-            head.lm_head.weight.copy_(
-                rows.weight if head.draft_token_ids is None else rows.weight[head.draft_token_ids]
-            )
+        self.copy_output_head()
 
     def loss(self, batch: Batch) -> Tensor:
         kept, states = self.target_reads(batch.ids)
@@ -156,9 +150,8 @@ class Training(HeadLearner):
         per pass of decoding them with such drafts."""
         walk = Walk(self.block_size)
         for batch in batches:
-            lengths = batch.mask.sum(1).tolist()
-            for reach, length, mask in zip(self._reach(batch).tolist(), lengths, batch.loss_mask, strict=True):
-                walk.add(reach[1:], max(int(mask.int().argmax()) - 1, 0), length)
+            for reach, span in zip(self._reach(batch).tolist(), batch.spans(), strict=True):
+                walk.add(reach[1:], *span)
         return walk.metrics()
 
     def _reach(self, batch: Batch) -> Tensor:

@@ -178,7 +178,7 @@ class Training(Learner):
         """Acceptance of chains of the heads' likeliest tokens, see `Walk`; sets the accuracies of the module."""
         walk, hits, tried = Walk(self.heads), torch.zeros(self.heads, RANKS), torch.zeros(self.heads, 1)
         for text in (text for batch in batches for text in batch.split(1)):
-            length, first = int(text.mask.sum()), max(int(text.loss_mask[0].int().argmax()) - 1, 0)
+            ((first, length),) = text.spans()
             if length - first < 3:
                 continue
             reach = torch.zeros(length - 2 - first, dtype=torch.long)

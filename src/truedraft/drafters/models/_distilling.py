@@ -115,11 +115,15 @@ class Distilling(Learner):
         counted = batch.loss_mask[:, 1:]
         if not counted.any():
             return torch.zeros(())
-        logits, labels = self._logits(batch, counted), batch.ids[:, 1:][counted]
-        p = (
-            self.target_law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits
-        )  # which `ce` does not read
-        return LOSSES[self.loss_name](logits.log_softmax(-1), p, labels).mean()
+        labels, losses = batch.ids[:, 1:][counted], []
+        for logits in self.outputs(batch, counted):
+            p = self._law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits  # which `ce` does not read
+            losses.append(LOSSES[self.loss_name](logits[:, : p.shape[-1]].log_softmax(-1), p, labels).mean())
+        return torch.stack(losses).sum()
+
+    def outputs(self, batch: Batch, counted: Tensor) -> Iterable[Tensor]:
+        """(n, V) logits before each counted token, of every output that is trained."""
+        return [self._logits(batch, counted)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
@@ -132,11 +136,10 @@ class Distilling(Learner):
             logits = self._logits(batch, counted)
             right = torch.zeros_like(counted)
             right[counted] = logits.argmax(-1) == batch.ids[:, 1:][counted]
-            lengths = batch.mask.sum(1).tolist()
-            for row, length, mask in zip(right.tolist(), lengths, batch.loss_mask, strict=True):
-                walk.add(reach_of(row, self.drafted), max(int(mask.int().argmax()) - 1, 0), length)
+            for row, span in zip(right.tolist(), batch.spans(), strict=True):
+                walk.add(reach_of(row, self.drafted), *span)
             if self.needs.hidden:
-                p = self.target_law(batch, counted, logits.shape[-1])
+                p = self._law(batch, counted, logits.shape[-1])
                 overlap += torch.minimum(p, logits.softmax(-1)).sum().item()
                 count += len(p)
         return {**walk.metrics(), **({"overlap": round(overlap / count, 4)} if count else {})}
@@ -147,7 +150,7 @@ class Distilling(Learner):
         sizes = (model.config.get_text_config(decoder=True).vocab_size for model in (student, self.target))
         return target_logits(student, states_before(student, batch)[counted])[:, : min(sizes)]
 
-    def target_law(self, batch: Batch, counted: Tensor, size: int) -> Tensor:
+    def _law(self, batch: Batch, counted: Tensor, size: int) -> Tensor:
         """(n, size) probabilities of the target before each counted token."""
         with torch.no_grad():
             return target_logits(self.target, batch.features[-1][:, :-1][counted])[:, :size].softmax(-1)

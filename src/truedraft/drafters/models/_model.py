@@ -102,6 +102,10 @@ class ContinuingModelDrafter(ModelDrafter, Continuing):
     def levels(self) -> int:
         return self.length
 
+    @property
+    def width(self) -> int:
+        return self.length
+
     def extend_each(
         self, rows: Sequence[Row], after: Sequence[Sequence[int]], budget: Sequence[int]
     ) -> list[DraftTree]:
@@ -115,10 +119,6 @@ class ChainDrafter(ContinuingModelDrafter):
     probability)."""
 
     confidence: float
-
-    @property
-    def width(self) -> int:
-        return self.length
 
     @property
     def draws(self) -> Draws:

@@ -16,7 +16,7 @@ faster for that reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -126,16 +126,8 @@ class Sorting(Distilling):
         self._sorted = SortedLoss(student, layers_of(self.exits))
         student.config.exits = list(self._sorted.exits)
 
-    def loss(self, batch: Batch) -> Tensor:
-        counted = batch.loss_mask[:, 1:]
-        labels = batch.ids[:, 1:][counted]
-        if not len(labels):
-            return torch.zeros(())
-        losses = []
-        for logits in self._sorted.logits(batch.ids, batch.loss_mask):
-            p = self.target_law(batch, counted, logits.shape[-1]) if self.needs.hidden else logits.detach()
-            losses.append(LOSSES[self.loss_name](logits[:, : p.shape[-1]].log_softmax(-1), p, labels).mean())
-        return torch.stack(losses).sum()
+    def outputs(self, batch: Batch, counted: Tensor) -> Iterable[Tensor]:
+        return self._sorted.logits(batch.ids, batch.loss_mask)
 
 
 @dataclass

@@ -165,10 +165,6 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
         return self.threshold == 0
 
     @property
-    def width(self) -> int:
-        return self.length
-
-    @property
     def draws(self) -> Draws:
         return "one"
 

@@ -191,14 +191,6 @@ class StringLevelRejection(StringDrafter):
     least: float = knob(0.1, 0, 1)  # share of the probability that a beginning of a string needs to be followed
 
     @property
-    def width(self) -> int:
-        return self.length
-
-    @property
-    def levels(self) -> int:
-        return self.length
-
-    @property
     def draws(self) -> Draws:
         return "one"
 
