@@ -30,7 +30,7 @@ extensions = [
     Extension(
         "truedraft.stores._compiled",
         sources=[f"src/truedraft/stores/{name}.c" for name in ("automaton", "likeliest", "trigrams")],
-        extra_compile_args=["-O3"],
+        extra_compile_args=["-O3", "-fno-trapping-math", "-fno-math-errno"],  # or comparisons are not vectorised
         libraries=[] if sys.platform == "win32" else ["m"],
         optional=True,
     ),

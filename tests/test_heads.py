@@ -16,8 +16,8 @@ from test_knobs import knobs
 from truedraft import registry
 from truedraft.drafters._base import PassCost
 from truedraft.drafters._candidates import DraftVocabulary
-from truedraft.drafters._growing import branched
 from truedraft.drafters._learned import Batch
+from truedraft.drafters._shapes import branched
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.drafters.heads._unroll import StepwiseLearner, UnrolledLearner

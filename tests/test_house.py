@@ -83,7 +83,7 @@ ALLOWED = {
     # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
     # that runs targets; caches: of such modules; canvas: the passes of diffusion models
     "drafters": {"assets", "registry", "runtime", "caches", "views", "canvas"}
-    | {"tree", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
+    | {"tree", "tree_shape", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
     "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},

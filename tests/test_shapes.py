@@ -16,6 +16,7 @@ from nets import RULES, drafter
 from test_cascade import matches_generate
 from truedraft import registry
 from truedraft.drafters._base import PassCost
+from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models.sequoia import PRIOR, Ranks, expected, shape_for
 from truedraft.errors import Refused
@@ -32,6 +33,23 @@ def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: st
     draft = registry.load("drafters", name, source=drafter(head, model))
     report = matches_generate(model, draft, **RULES[rule])
     assert any(one.offered for made in report.passes for one in made.emitted)
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["model", "head"])
+@pytest.mark.parametrize("name", SHAPED)
+def test_greedy_drafts_from_ranked_tokens_are_those_from_whole_distributions(
+    name: str, head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which compiled code ranks, and torch computes."""
+    model = tiny(dtype=torch.float32)
+    given = {"source": drafter("eagle", model)} if head else {"model": sibling(model)}
+    ranked = trees_of(registry.load("drafters", name, **given), model)
+    monkeypatch.setattr(GrowingDrafter, "greedy", lambda self, growing: False)
+    whole = trees_of(registry.load("drafters", name, **given), model)
+    assert [(text, tree.tokens, tree.parent) for text, tree in ranked] == [
+        (text, tree.tokens, tree.parent) for text, tree in whole
+    ]
+    assert any(tree.drafted for _, tree in whole)
 
 
 def trees_of(draft: Any, model: Any, steps: int = 12, **given: Any) -> list[tuple[list[int], DraftTree]]:

@@ -20,7 +20,7 @@ from truedraft.stores._cursor import SEPARATOR, Cursor, Sizes
 from truedraft.stores._native import library
 from truedraft.stores._pure import PythonAutomaton
 from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
-from truedraft.stores.likeliest import largest, largest_on_demand, likeliest, two_largest
+from truedraft.stores.likeliest import largest, largest_on_demand, likeliest, likeliest_with_chances, two_largest
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
@@ -250,6 +250,30 @@ def test_likeliest_equals_topk() -> None:
     assert likeliest(scores[3:, :2], 5) == scores[3:, :2].topk(2).indices.tolist()
     scores[1, 1:] = -torch.inf
     assert likeliest(scores[1:2], 3) == likeliest(scores[1:2].double(), 3) == [[0]]
+
+
+@pytest.mark.parametrize("width", [3, 90, 300, 5000, 40_000])
+@pytest.mark.parametrize("count", [1, 8, 20])
+def test_chances_are_those_of_a_softmax(width: int, count: int) -> None:
+    """In double precision; 20 are more than compiled code returns. Steps of the scores are far above its error."""
+    torch.manual_seed(0)
+    scores = torch.stack([torch.randperm(width).float() * 40 / width - 20 for _ in range(9)])
+    scores[1] += 300
+    scores[2, : width // 2] = -torch.inf
+    scores[3, width - 1] = scores[5, 0] = torch.nan
+    scores[4] = -torch.inf
+    scores[6, 0] = 200
+    laws = scores.double().softmax(-1).nan_to_num(0.0)
+    tokens, chances = likeliest_with_chances(scores, count)
+    for law, some, likely in zip(laws, tokens, chances, strict=True):
+        best, at = law.topk(min(count, width))
+        above = best > 1e-38
+        assert some[: int(above.sum())] == at[above].tolist() and len(some) <= int((best > 0).sum())
+        assert likely[: int(above.sum())] == pytest.approx(best[above].tolist(), rel=2e-6)
+    assert tokens[3] == tokens[4] == tokens[5] == [] and chances[6][0] == 1
+    strided = torch.stack([scores, scores + 1], 1)[:, 0]
+    assert likeliest_with_chances(strided, count) == (tokens, chances)
+    assert likeliest_with_chances(scores[:, :2], 0) == ([[]] * 9, [[]] * 9)
 
 
 @pytest.mark.parametrize("width", [3, 90, 300, 5000, 40_000])

@@ -198,6 +198,20 @@ def test_taps_prompts_and_rows() -> None:
     assert row.source == (4, 5)
 
 
+@pytest.mark.parametrize("seed", range(TREES))
+def test_a_shape_that_grew_is_that_of_all_parents(seed: int) -> None:
+    tree = random_tree(seed, probes=False)
+    at = random.Random(seed).randint(1, len(tree))
+    grown = shape_of(tree.parent[:at]).grown(tree.parent[at:])
+    assert {f.name: getattr(grown, f.name) for f in fields(grown)} == {
+        f.name: getattr(tree.shape, f.name) for f in fields(grown)
+    }
+    of_shape = DraftTree.of_shape(tree.tokens, grown)
+    assert of_shape.shape is grown and of_shape.parent == tree.parent
+    cut = of_shape.cut(at)
+    assert cut.shape.parent == tree.parent[:at] and cut.shape.height == max(cut.shape.depth)
+
+
 def test_shapes_are_shared() -> None:
     for a, b in pairwise([DraftTree((1, 2, 3), (-1, 0, 0)), DraftTree((4, 5, 6), (-1, 0, 0)), DraftTree.chain(1, [2])]):
         assert (a.shape is b.shape) == (a.parent == b.parent)

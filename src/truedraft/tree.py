@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from truedraft.tree_shape import TreeShape, chain_parents, shape_of
+from truedraft.tree_shape import TreeShape, chain_parents, entries_of, keyed_of, members_of, parents_of, shape_of
 
 if TYPE_CHECKING:
     from truedraft.request import Request
@@ -28,32 +28,7 @@ Draws = Literal["certain", "one", "independent", "distinct", "last"]
 # law with the noise that the target will draw with; law: tokens drawn from that law with independent noise.
 PreferredDrafts = Literal["likeliest", "noise", "law"]
 
-T = TypeVar("T")
 CHECKS = os.environ.get("TRUEDRAFT_CHECK", "") not in ("", "0")
-
-
-def _first(nodes: Sequence[int]) -> bool:
-    """Whether nodes are given as a range, that is, are the first ones, which keep their indices."""
-    return isinstance(nodes, range)
-
-
-def _entries(values: tuple[T, ...], nodes: Sequence[int]) -> tuple[T, ...]:
-    return values[: len(nodes)] if _first(nodes) else tuple(values[i] for i in nodes)
-
-
-def _parents(parent: tuple[int, ...], nodes: Sequence[int]) -> tuple[int, ...]:
-    if _first(nodes):
-        return parent[: len(nodes)]
-    new = {old: i for i, old in enumerate(nodes)}
-    return tuple(new.get(parent[i], -1) for i in nodes)
-
-
-def _members(members: frozenset[int], nodes: Sequence[int]) -> frozenset[int]:
-    return frozenset(i for i, old in enumerate(nodes) if old in members)
-
-
-def _keyed(values: dict[int, T], nodes: Sequence[int]) -> dict[int, T]:
-    return {i: values[old] for i, old in enumerate(nodes) if old in values}
 
 
 def by_node(select: Callable[[Any, Sequence[int]], Any]) -> dict[str, Any]:
@@ -80,13 +55,13 @@ class DraftTree:
     embeds: probe -> (H,) input embedding that replaces that of its token (trained mask and prompt embeddings).
     """
 
-    tokens: tuple[int, ...] = field(metadata=by_node(_entries))
-    parent: tuple[int, ...] = field(metadata=by_node(_parents))
-    dist: tuple[Tensor | None, ...] | None = field(default=None, metadata=by_node(_entries))
-    probes: frozenset[int] = field(default_factory=frozenset, metadata=by_node(_members))
+    tokens: tuple[int, ...] = field(metadata=by_node(entries_of))
+    parent: tuple[int, ...] = field(metadata=by_node(parents_of))
+    dist: tuple[Tensor | None, ...] | None = field(default=None, metadata=by_node(entries_of))
+    probes: frozenset[int] = field(default_factory=frozenset, metadata=by_node(members_of))
     draws: Draws = "certain"
-    confidence: tuple[float, ...] | None = field(default=None, metadata=by_node(_entries))
-    embeds: dict[int, Tensor] = field(default_factory=dict, metadata=by_node(_keyed))
+    confidence: tuple[float, ...] | None = field(default=None, metadata=by_node(entries_of))
+    embeds: dict[int, Tensor] = field(default_factory=dict, metadata=by_node(keyed_of))
 
     def __post_init__(self) -> None:
         if CHECKS:
@@ -132,7 +107,14 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @classmethod
+    def of_shape(cls, tokens: tuple[int, ...], shape: TreeShape) -> DraftTree:
+        """The tree of a shape that is at hand."""
+        tree = cls(tokens, shape.parent)
+        vars(tree)["shape"] = shape
+        return tree
+
+    @cached_property
     def shape(self) -> TreeShape:
         return shape_of(self.parent)
 
@@ -207,6 +189,8 @@ class DraftTree:
         """A copy with some fields changed: `dataclasses.replace` in a third of its time, for every pass."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **changes)
+        if "parent" in changes:
+            copy.__dict__.pop("shape", None)
         copy.__post_init__()
         return copy
 

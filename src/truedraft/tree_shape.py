@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,28 +57,64 @@ class TreeShape:
             mask[i] |= mask[self.parent[i]]
         return mask
 
+    def grown(self, parents: Sequence[int]) -> TreeShape:
+        """The shape with further nodes, which have these parents."""
+        depth, run, extra, extra_from = [*self.depth], [*self.run], [*self.extra], [*self.extra_from]
+        for i, p in enumerate(parents, len(depth)):
+            depth.append(depth[p] + 1)
+            above = extra[extra_from[p] : extra_from[p + 1]]
+            if not above and run[p] == i:
+                run.append(i + 1)
+            else:
+                run.append(run[p])
+                extra += above
+                extra.append(i)
+            extra_from.append(len(extra))
+        further = [depth[i] for i in extra[len(self.extra) :]]
+        return TreeShape(
+            (*self.parent, *parents), tuple(depth), tuple(run), tuple(extra), (*self.extra_depth, *further),
+            tuple(extra_from), max(self.height, *depth[len(self.depth) :], 0),
+        )  # fmt: skip
+
+
+ROOT = TreeShape(parent=(-1,), depth=(0,), run=(1,), extra=(), extra_depth=(), extra_from=(0, 0), height=0)
+
 
 @lru_cache(maxsize=4096)
 def shape_of(parent: tuple[int, ...]) -> TreeShape:
     """The shape of the tree with these parents."""
-    n = len(parent)
-    depth, run = [0] * n, [1] * n
-    extras: list[tuple[int, ...]] = [()] * n
-    for i in range(1, n):
-        p = parent[i]
-        depth[i] = depth[p] + 1
-        if not extras[p] and run[p] == i:
-            run[i] = i + 1
-        else:
-            run[i], extras[i] = run[p], (*extras[p], i)
-    extra = tuple(chain.from_iterable(extras))
-    return TreeShape(
-        parent, tuple(depth), tuple(run), extra, tuple([depth[i] for i in extra]),
-        tuple(accumulate(map(len, extras), initial=0)), max(depth),
-    )  # fmt: skip
+    return ROOT.grown(parent[1:])
 
 
 @lru_cache(maxsize=1024)
 def chain_parents(n: int) -> tuple[int, ...]:
     """The parents of a chain of `n` nodes."""
     return tuple(range(-1, n - 1))
+
+
+def _first(nodes: Sequence[int]) -> bool:
+    """Whether nodes are given as a range, that is, are the first ones, which keep their indices."""
+    return isinstance(nodes, range)
+
+
+def entries_of(values: tuple[T, ...], nodes: Sequence[int]) -> tuple[T, ...]:
+    """The values of these nodes."""
+    return values[: len(nodes)] if _first(nodes) else tuple(values[i] for i in nodes)
+
+
+def parents_of(parent: tuple[int, ...], nodes: Sequence[int]) -> tuple[int, ...]:
+    """The parents of these nodes, as indices among them."""
+    if _first(nodes):
+        return parent[: len(nodes)]
+    new = {old: i for i, old in enumerate(nodes)}
+    return tuple(new.get(parent[i], -1) for i in nodes)
+
+
+def members_of(members: frozenset[int], nodes: Sequence[int]) -> frozenset[int]:
+    """The indices among these nodes of those that are members."""
+    return frozenset(i for i, old in enumerate(nodes) if old in members)
+
+
+def keyed_of(values: dict[int, T], nodes: Sequence[int]) -> dict[int, T]:
+    """The values of those of these nodes that have one, by their indices among them."""
+    return {i: values[old] for i, old in enumerate(nodes) if old in values}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ class DraftVocabulary:
 
     size: int
     ids: Tensor | None = None
+
+    @cached_property
+    def listed(self) -> list[int] | None:
+        """`ids` as a list."""
+        return None if self.ids is None else self.ids.tolist()
 
     def spread(self, logits: Tensor) -> Tensor:
         """(..., n) logits as (..., V) ones, minus infinity at other tokens."""

@@ -16,12 +16,6 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._candidates import DraftVocabulary, keys_of
 from truedraft.tree import DraftTree, Draws, Row
 
-NODES = 1024  # most nodes of a tree given by its branching factors
-BRANCHES = (
-    f"how many children a node has, level by level, as in '4x2x1', or node by node, as in '2x2.1'; {NODES:,} nodes in "
-    "all at most"
-)
-
 
 @dataclass(eq=False)
 class GrowingTree:
@@ -93,12 +87,11 @@ class GrowingTree:
         self.room -= len(tokens)
         return list(range(first, len(self.tokens)))
 
-    def end_level(self, added: Sequence[int]) -> None:
-        """End a level: `added` becomes the frontier, without end tokens and nodes at the greatest depth."""
-        growing = self.room > 0
-        self.frontier = [
-            n for n in added if growing and self.depth[n] < self.deepest and self.tokens[n] not in self.row.ends
-        ]
+    def end_level(self, added: Sequence[int], most: int | None = None) -> None:
+        """End a level: `added` becomes the frontier, without end tokens and nodes at the greatest depth, and with the
+        first `most` of the others."""
+        growing, depth, deepest, tokens, ends = self.room > 0, self.depth, self.deepest, self.tokens, self.row.ends
+        self.frontier = [n for n in added if growing and depth[n] < deepest and tokens[n] not in ends][:most]
 
     def path(self, node: int) -> list[int]:
         """The tokens drafted up to a node."""
@@ -238,16 +231,24 @@ class GrowingDrafter(Drafter):
     def _level(self, active: Sequence[GrowingTree]) -> None:
         """One pass of the reader, and the level grown from it."""
         logits = self.reader.expand(active)
+        for growing in active:
+            growing.expanded.update(growing.frontier)
+        self._grow_level(active, logits)
+        for growing in active:
+            growing.passes += 1
+        self.reader.grown(active)
+
+    def _grow_level(self, active: Sequence[GrowingTree], logits: Tensor) -> None:
+        """Grow the level from the reader's (k, draft vocabulary) logits at the frontier nodes of all trees."""
         at = [(growing, node) for growing in active for node in growing.frontier]
         laws = self.laws([growing.row for growing, _ in at], [growing.path(node) for growing, node in at], logits)
-        first = 0
-        for growing in active:
-            nodes = growing.frontier
-            growing.expanded.update(nodes)
-            self.grow(growing, nodes, laws[first : first + len(nodes)])
-            growing.passes += 1
-            first += len(nodes)
-        self.reader.grown(active)
+        for growing, own in zip(active, laws.split([len(growing.frontier) for growing in active]), strict=True):
+            self.grow(growing, growing.frontier, own)
+
+    def greedy(self, growing: GrowingTree) -> bool:
+        """Whether the reader's logits alone decide what is drafted."""
+        row = growing.row
+        return self.preferred(row) == "likeliest" and not row.request.laws.rowwise
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -258,18 +259,6 @@ class GrowingDrafter(Drafter):
         """(k, V) distributions after k drafted paths, see `laws_of`. logits: (k, draft vocabulary), of the reader."""
         return laws_of(rows, drafts, logits if self.vocabulary is None else self.vocabulary.spread(logits))
 
-    def likeliest(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, count: int) -> list[int]:
-        """Add the `count` most probable continuations of all paths, with path probabilities as scores; returns their
-        indices."""
-        before = [growing.score.get(node, 1.0) for node in nodes]
-        paths = laws * laws.new_tensor(before)[:, None]
-        values, at = (found.tolist() for found in paths.flatten().topk(min(count, paths.numel(), growing.room)))
-        values = [value for value in values if value > 0]  # in order
-        places = [divmod(place, laws.shape[1]) for place in at[: len(values)]]
-        added = growing.add_each([nodes[line] for line, _ in places], [token for _, token in places])
-        growing.score.update(zip(added, values, strict=True))
-        return added
-
     def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
         """Tokens to draft below a node, in order: sampled, chosen with the target's own noise, or the likeliest."""
         if not law.any():
@@ -278,58 +267,6 @@ class GrowingDrafter(Drafter):
         if self.preferred(row) == "law":
             return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
         return likeliest(keys_of(self, row, law[None], [growing.depth[node]])[0], count)
-
-
-class OfShape(GrowingDrafter):
-    """Trees whose shape is given before they grow."""
-
-    @abstractmethod
-    def shape_of(self, growing: GrowingTree) -> Sequence[Sequence[int]]:
-        """By level from the root on, the number of children of each of its nodes."""
-
-    def children_of(self, growing: GrowingTree, node: int) -> int:
-        """How many children a node has in the shape."""
-        depth, shape = growing.depth[node], self.shape_of(growing)
-        return shape[depth][growing.place.get(node, 0)] if depth < len(shape) else 0
-
-    def branch(self, growing: GrowingTree, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
-        """Add the first children of a node, see `GrowingTree.add`; returns those that have children in the shape."""
-        first = sum(self.shape_of(growing)[growing.depth[node]][: growing.place.get(node, 0)])
-        added = growing.add(node, tokens, law)
-        growing.place |= {child: first + i for i, child in enumerate(added)}
-        return [child for child in added if self.children_of(growing, child)]
-
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        """Add the children that the shape has: drawn without replacement, or the likeliest."""
-        added = []
-        for node, law in zip(nodes, laws, strict=True):
-            count = min(self.children_of(growing, node), growing.room)
-            added += self.branch(growing, node, self.chosen(growing, node, law, count), law)
-        growing.end_level(added)
-
-
-class Branching(OfShape):
-    """Trees of a given shape: a number of children per level, or per node of a level.
-
-    Further fields of every subclass: branches, see `branched`.
-    """
-
-    branches: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        self._shape = branched(self.branches)
-
-    @property
-    def width(self) -> int:
-        return nodes_of(self._shape)
-
-    @property
-    def levels(self) -> int:
-        return len(self._shape)
-
-    def shape_of(self, growing: GrowingTree) -> Sequence[Sequence[int]]:
-        return self._shape
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
@@ -358,31 +295,3 @@ def position_laws(rows: Sequence[Row], logits: Tensor) -> Tensor:
     prefixes = [tokens[:i] for tokens in logits.argmax(-1).tolist() for i in range(len(tokens))]
     repeated = [row for row in rows for _ in range(logits.shape[1])]
     return laws_of(repeated, prefixes, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-
-
-def branched(text: str) -> tuple[tuple[int, ...], ...]:
-    """By level from the root on, the number of children of each of its nodes.
-
-    "4x2x1" has four children below the root, two below each, and one below each of these. "3x2.1" has three below the
-    root, and of these the first two have two and one; nodes that are left out have none.
-
-    Raises:
-        ValueError: another format, or a tree of more than `NODES` nodes.
-    """
-    shape: list[tuple[int, ...]] = []
-    nodes = 1
-    for level in text.split("x"):
-        counts = [int(count) for count in level.split(".")]
-        counts = counts * nodes if len(counts) == 1 else counts + [0] * (nodes - len(counts))
-        if len(counts) != nodes or min(counts) < 0 or not 1 <= sum(counts) <= NODES or nodes_of(shape) > NODES:
-            raise ValueError
-        nodes = sum(counts)
-        shape.append(tuple(counts))
-    if nodes_of(shape) > NODES:
-        raise ValueError
-    return tuple(shape)
-
-
-def nodes_of(shape: Sequence[Sequence[int]]) -> int:
-    """Nodes below the root of a tree of this shape."""
-    return sum(map(sum, shape))

@@ -68,6 +68,7 @@ def library() -> ctypes.PyDLL | None:
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
+        ("chances", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, c_void_p]),
         ("two_largest", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_void_p]),
         ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
         ("table", c_int, [POINTER(TrigramTable), c_int64]),

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 /* Compiled for several sets of instructions, of which the loader chooses. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__has_attribute)
@@ -52,6 +53,43 @@ void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_
             for (int64_t i = j; top[j] >= least && i < width; i += columns)
                 if (score[i] >= least) n = kept(best, at, n, count, score[i], (int32_t)i);
         for (int32_t i = 0; i < count; i++) out[i] = i < n ? at[i] : -1;
+    }
+}
+
+/* exp of x <= 0 (Cephes), within 3e-7 of it; below -87, and of NaN, that of -87. */
+static inline float exp_below(float x) {
+    const float y = x > -87.0f ? x : -87.0f, n = floorf(y * 1.44269504f + 0.5f);
+    const float r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    const int32_t bits = ((int32_t)n + 127) << 23;
+    float p = 1.9875691500e-4f, power;
+    memcpy(&power, &bits, sizeof power);
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * power;
+}
+
+/* The sum of exp(score - most); NaN where a score is. */
+CLONED static float sum_of_exps(const float *score, int64_t width, float most) {
+    float sum[BLOCK] = {0}, whole = 0;
+    int32_t wrong[BLOCK] = {0}, any = 0;
+    int64_t from = 0;
+    for (; from + BLOCK <= width; from += BLOCK)
+        for (int j = 0; j < BLOCK; j++) sum[j] += exp_below(score[from + j] - most), wrong[j] |= score[from + j] != score[from + j];
+    for (; from < width; from++) whole += exp_below(score[from] - most), any |= score[from] != score[from];
+    for (int j = 0; j < BLOCK; j++) whole += sum[j], any |= wrong[j];
+    return any ? NAN : whole;
+}
+
+/* As truedraft_likeliest, with the softmax probabilities of these; -1 where these are 0, and for all of a row with NaN. */
+void truedraft_chances(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out,
+                       float *chance) {
+    truedraft_likeliest(score, rows, width, stride, count, out);
+    for (int64_t r = 0; r < rows && count >= 1 && count <= MOST; r++, score += stride, out += count, chance += count) {
+        const float most = out[0] < 0 ? 0.0f : score[out[0]], sum = out[0] < 0 ? NAN : sum_of_exps(score, width, most);
+        for (int32_t i = 0; i < count; i++) {
+            chance[i] = out[i] < 0 ? 0.0f : expf(score[out[i]] - most) / sum;
+            if (!(chance[i] > 0)) out[i] = -1;
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32
+from ctypes import c_float, c_int32
 from typing import Any
 
 import torch
@@ -88,6 +88,27 @@ def likeliest(scores: Tensor, count: int) -> list[list[int]]:
     if -1 in found:
         return [[i for i in found[at : at + count] if i >= 0] for at in range(0, rows * count, count)]
     return [found[at : at + count] for at in range(0, rows * count, count)]
+
+
+def likeliest_with_chances(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` most probable indices of each row of logits (rows, width), the likeliest first, and their
+    probabilities.
+
+    Fewer where fewer are possible: a row with NaN has none.
+    """
+    count = max(min(count, logits.shape[-1]), 0)
+    if not 1 <= count <= MOST or (found := lines(logits)) is None:
+        best, at = logits.float().softmax(-1).nan_to_num_(0.0).topk(count, dim=-1)
+        tokens, chances = at.masked_fill(best == 0, -1).flatten().tolist(), best.flatten().tolist()
+    else:
+        flat, rows, width, stride = found
+        out, likely = (c_int32 * (rows * count))(), (c_float * (rows * count))()
+        library().truedraft_chances(flat.data_ptr(), rows, width, stride, count, out, likely)  # type: ignore[union-attr]
+        tokens, chances = out[:], likely[:]
+    spans = [slice(at, at + count) for at in range(0, len(tokens), count)] if count else [slice(0, 0)] * len(logits)
+    if -1 in tokens:
+        spans = [slice(span.start, span.start + (tokens[span] + [-1]).index(-1)) for span in spans]
+    return [tokens[span] for span in spans], [chances[span] for span in spans]
 
 
 def two_largest(scores: Tensor, places: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import BRANCHES, Branching, branched
+from truedraft.drafters._shapes import BRANCHES, Branching, branched
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadDrafter, TrainedDrafter
 from truedraft.drafters.heads._eagle import FORMATS, EagleHead, EagleTraining
 from truedraft.drafters.heads._quantize import FORM, copies_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.tree import DraftTree
+from truedraft.tree_shape import ROOT, TreeShape
 
 
 @dataclass
@@ -14,13 +15,14 @@ class Branch:
     """A growing tree as the draft model reads it.
 
     nodes: of the tree, those that its cache holds behind the slot's tokens, in the order of passes. place: node -> its
-    index among these. parent: by place, that of the parent.
+    index among these. parent: by place, that of the parent. shape: of the first of these.
     """
 
     tree: GrowingTree
     nodes: list[int] = field(default_factory=list)
     place: dict[int, int] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
+    shape: TreeShape = ROOT
 
     @property
     def begins(self) -> bool:
@@ -34,7 +36,9 @@ class Branch:
         """
         tree, written = self.tree, len(self.nodes)
         self.add([*(range(tree.root) if self.begins else ()), *tree.frontier[:count]])
-        return DraftTree(tuple([tree.ids[node] for node in self.nodes]), tuple(self.parent)), written
+        self.shape = self.shape.grown(self.parent[len(self.shape.parent) :])
+        ids = tree.ids
+        return DraftTree.of_shape(tuple([ids[node] for node in self.nodes]), self.shape), written
 
     def add(self, nodes: Sequence[int]) -> None:
         """Add nodes of the tree behind those that the cache holds."""
@@ -56,6 +60,7 @@ class Branch:
             self.nodes = self.nodes[count:]
             self.parent = [-1, *(place - count for place in self.parent[count + 1 :])]
             self.place = {node: place for place, node in enumerate(self.nodes)}
+            self.shape = ROOT
         return self.tree.ids[:count]
 
     def path_along(self, text: Sequence[int]) -> list[int]:

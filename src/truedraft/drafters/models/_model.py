@@ -126,14 +126,9 @@ class ChainDrafter(ContinuingModelDrafter):
 
     def _grown(self, growing: Sequence[GrowingTree]) -> list[DraftTree]:
         ready = [tree for tree in growing if tree.frontier]
-        if ready and all(map(self._greedy, ready)) and self.reader.decode_greedily(ready, self.confidence):
+        if ready and all(map(self.greedy, ready)) and self.reader.decode_greedily(ready, self.confidence):
             return [self.finished(tree) for tree in growing]
         return super()._grown(growing)
-
-    def _greedy(self, growing: GrowingTree) -> bool:
-        """Whether the draft model's logits alone decide what is drafted."""
-        row = growing.row
-        return self.preferred(row) == "likeliest" and not row.request.laws.rowwise
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         (node,), (law,) = nodes, laws

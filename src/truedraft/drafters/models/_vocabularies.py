@@ -325,6 +325,8 @@ class SharedTexts(RenderedTexts):
 
 def sized(logits: Tensor, vocabulary: int) -> Tensor:
     """Logits cut or padded to the target's vocabulary: models with one tokenizer pad it differently."""
-    if logits.shape[-1] >= vocabulary:
+    if logits.shape[-1] == vocabulary:
+        return logits
+    if logits.shape[-1] > vocabulary:
         return logits[..., :vocabulary]
     return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=-torch.inf)

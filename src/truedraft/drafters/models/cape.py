@@ -17,13 +17,14 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._ranked import RankedGrowth
 from truedraft.drafters._shaped import ShapedDrafter
 
 UNSURE = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))  # below a probability of the likeliest token, tokens that are drafted
 
 
 @dataclass
-class Cape(ShapedDrafter):
+class Cape(RankedGrowth, ShapedDrafter):
     card = Card(
         paper="arXiv 2402.02082 (2024)",
         idea="A smaller model drafts a chain, with more alternatives where it is less sure.",
@@ -48,8 +49,20 @@ class Cape(ShapedDrafter):
     def expansions(self) -> int:
         return self.length
 
+    def most_children(self, growing: GrowingTree) -> int:
+        return self.most
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
+        (node,), (likely,), (some,) = nodes, tokens, chances
+        growing.end_level(growing.add(node, likely[: self._count(some[0]) if some else 0]), 1)
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         (node,), (law,) = nodes, laws
-        sure = float(law.max())
-        count = next((count for below, count in UNSURE if sure < below), UNSURE[-1][1])
-        growing.end_level(growing.add(node, self.chosen(growing, node, law, min(count, self.most)))[:1])
+        growing.end_level(growing.add(node, self.chosen(growing, node, law, self._count(float(law.max()))))[:1])
+
+    def _count(self, sure: float) -> int:
+        """Tokens to draft at a place where the likeliest one has this probability."""
+        return min(next((count for below, count in UNSURE if sure < below), UNSURE[-1][1]), self.most)

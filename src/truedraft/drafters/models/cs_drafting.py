@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from truedraft import registry
 from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
-from truedraft.drafters._growing import NODES
 from truedraft.drafters._joint import Joint
+from truedraft.drafters._shapes import NODES
 from truedraft.drafters.models._model import unnamed
 from truedraft.drafters.models._nested import GrowingChain, verified
 from truedraft.drafters.models._reader import Reader, loaded

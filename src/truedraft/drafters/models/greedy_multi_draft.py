@@ -15,8 +15,9 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.chance import likeliest
-from truedraft.drafters._growing import BRANCHES, Branching, GrowingTree, branched
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shapes import BRANCHES, Branching, branched
 from truedraft.tree import Draws
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import BRANCHES, Branching, branched
 from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters._shapes import BRANCHES, Branching, branched
 from truedraft.tree import Draws
 
 

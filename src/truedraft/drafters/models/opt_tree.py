@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from truedraft.card import Card, knob
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 
 @dataclass
-class OptTree(NodeBudget):
+class OptTree(LikeliestGrowth, NodeBudget):
     card = Card(
         paper="arXiv 2406.17276 (2024)",
         idea="A smaller model's likeliest continuations as a tree, the most promising nodes first.",
@@ -44,9 +43,15 @@ class OptTree(NodeBudget):
     def room(self, budget: int) -> int:
         return self.beam * self.length if budget > 0 else 0
 
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+    def most_children(self, growing: GrowingTree) -> int:
+        return self.beam
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
         before = sum(sorted(growing.score.values(), reverse=True)[: self.nodes])
-        added = self.likeliest(growing, nodes, laws, self.beam)
+        added = self.add_likeliest(growing, nodes, tokens, chances, self.beam)
         after = sum(sorted(growing.score.values(), reverse=True)[: self.nodes])
         growing.end_level(added if after - before >= self.gain else [])
 

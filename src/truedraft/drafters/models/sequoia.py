@@ -19,8 +19,9 @@ from functools import lru_cache
 from typing import Any
 
 from truedraft.card import Card, knob
-from truedraft.drafters._growing import GrowingTree, OfShape
+from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import NodeBudget
+from truedraft.drafters._shapes import OfShape
 from truedraft.drafters._timed import TimedLevels
 from truedraft.stores.memory import Tenants
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores

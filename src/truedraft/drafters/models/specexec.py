@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from typing import Any
-
-from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import DraftTree
 
 
 @dataclass
-class SpecExec(NodeBudget):
+class SpecExec(LikeliestGrowth, NodeBudget):
     card = Card(
         paper="arXiv 2406.02532 (2024)",
         idea="A large tree of a smaller model's likeliest continuations, the best nodes first at any depth.",
@@ -49,17 +47,25 @@ class SpecExec(NodeBudget):
     def expansions(self) -> int:
         return 2 * self.length * self.beam
 
-    def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        values, tokens = laws.topk(min(self.branches, laws.shape[1]))
-        for node, some, chances in zip(nodes, tokens.tolist(), values.tolist(), strict=True):
-            above = growing.score.get(node, 1.0) * self.decay
-            likely = [token for token, chance in zip(some, chances, strict=True) if chance > 0]
-            for child, chance in zip(growing.add(node, likely), chances, strict=False):
-                growing.score[child] = above * chance
-        best = nlargest(min(self.nodes, growing.budget), growing.score, key=lambda node: (growing.score[node], -node))
-        growing.score = {node: growing.score[node] for node in best}  # others are never among the best again
+    def most_children(self, growing: GrowingTree) -> int:
+        return self.branches
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
+        score, decay, count = growing.score, self.decay, self.branches
+        parents, drafted, values = list[int](), list[int](), list[float]()
+        for node, some, likely in zip(nodes, tokens, chances, strict=True):
+            above = score.get(node, 1.0) * decay
+            values += [above * chance for chance in likely[:count]]
+            drafted += some[:count]
+            parents += [node] * len(some[:count])
+        score.update(zip(growing.add_each(parents, drafted), values, strict=False))
+        best = sorted(score, key=score.__getitem__, reverse=True)[: min(self.nodes, growing.budget)]
+        growing.score = {node: score[node] for node in best}  # others are never among the best again
         waiting = [node for node in best if node not in growing.expanded]
-        growing.end_level(waiting[: self.beam] if growing.passes + 1 < 2 * self.length else [])
+        growing.end_level(waiting if growing.passes + 1 < 2 * self.length else [], self.beam)
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         return growing.tree("certain", list(growing.score))

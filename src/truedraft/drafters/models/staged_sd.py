@@ -25,7 +25,8 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._candidates import candidates
 from truedraft.drafters._corpora import HasCorpora
-from truedraft.drafters._growing import BRANCHES, NODES, Branching, GrowingTree, branched, nodes_of
+from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._shapes import BRANCHES, NODES, Branching, branched, nodes_of
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.stores.katz import Katz
 from truedraft.stores.memory import Tenants
@@ -91,9 +92,24 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         growing.frontier += self._guessed(growing, growing.frontier)
         return growing
 
+    def most_children(self, growing: GrowingTree) -> int:
+        return max(map(max, self._shape))
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
+        each = zip(nodes, tokens, chances, strict=True)
+        self._choose(growing, {node: [*zip(some, likely, strict=True)] for node, some, likely in each})
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
-        depths, most = [growing.depth[node] for node in nodes], max(map(max, self._shape))
-        growing.state.chosen |= zip(nodes, candidates(self, growing.row, laws, depths, most), strict=True)
+        depths = [growing.depth[node] for node in nodes]
+        found = candidates(self, growing.row, laws, depths, self.most_children(growing))
+        self._choose(growing, dict(zip(nodes, found, strict=True)))
+
+    def _choose(self, growing: GrowingTree, chosen: dict[int, list[tuple[int, float]]]) -> None:
+        """Continue with what is drafted below the nodes that were read."""
+        growing.state.chosen |= chosen
         _, needed = self._drafted(growing)
         growing.frontier = [*needed, *self._guessed(growing, needed)]
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.tree import Draws
 
 
 @dataclass
-class StochasticBeam(ShapedDrafter):
+class StochasticBeam(LikeliestGrowth, ShapedDrafter):
     card = Card(
         paper="arXiv 2402.14160 (2024)",
         idea="A smaller model samples a few sequences without replacement, by stochastic beam search.",
@@ -48,9 +49,18 @@ class StochasticBeam(ShapedDrafter):
     def draws(self) -> Draws:
         return "distinct"
 
+    def most_children(self, growing: GrowingTree) -> int:
+        return self.beam
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
+        growing.end_level(self.add_likeliest(growing, nodes, tokens, chances, self.beam))
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.preferred(growing.row) != "law":
-            return growing.end_level(self.likeliest(growing, nodes, laws, self.beam))
+            return super().grow(growing, nodes, laws)
         chance = growing.row.request.chance
         rate = {node: growing.score.get(node, 1.0) for node in nodes}  # probability of the path
         left = dict(zip(nodes, laws, strict=True))
