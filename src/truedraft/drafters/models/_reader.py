@@ -27,6 +27,7 @@ from truedraft.tree import DraftTree, Row, Taps
 
 NAMED = {"decoder": "a decoder", "encoder-decoder": "an encoder-decoder"}
 NOTHING = DraftTree.chain(0)
+NO_TAPS = Taps()
 CHUNK = 64  # tokens of a row per pass, where at least as many are unread
 
 
@@ -214,19 +215,19 @@ class Reader:
         return len(self.written[self.slot_rows.index(row)])
 
     def expand(self, growing: Sequence[GrowingTree]) -> Tensor:
-        return self.expand_tapped(growing, Taps())[0]
+        return self.expand_tapped(growing, NO_TAPS)[0]
 
     def expand_tapped(self, growing: Sequence[GrowingTree], taps: Taps) -> list[Tensor]:
         """The logits of `expand`, and the model's hidden states at the same nodes, (k, H) by layer of `taps`."""
-        slots = self._slots_of(growing)
-        counts = {slot: len(tree.frontier) for slot, tree in zip(slots, growing, strict=True)}
-        last = [counts.get(slot, 0) for slot in range(len(self.slot_rows))]
-        began = any(self._branches[slot].begins for slot in slots)
+        slots, last = self._slots_of(growing), [0] * len(self.slot_rows)
+        begins = False
+        for slot, tree in zip(slots, growing, strict=True):
+            last[slot], begins = len(tree.frontier), begins or self._branches[slot].begins
         logits, states = self.target.extend_tapped(*self._inputs(last), last, taps)
-        if began:
+        if begins:
             self._keep_rooted()
         found = [self.texts.logits(logits, self._vocabulary), *states.values()]
-        if slots == sorted(slots):
+        if len(slots) == 1 or slots == sorted(slots):
             return found
         return [torch.cat([one.split(last)[slot] for slot in slots]) for one in found]
 
@@ -259,7 +260,8 @@ class Reader:
         """The slots of growing trees, which are followed from now on."""
         slots = [self.slot_rows.index(tree.row) for tree in growing]
         for slot, tree in zip(slots, growing, strict=True):
-            self._branches.setdefault(slot, Branch(tree))
+            if slot not in self._branches:
+                self._branches[slot] = Branch(tree)
         return slots
 
     def _inputs(self, counts: Sequence[int]) -> tuple[list[DraftTree], list[int]]:

@@ -50,9 +50,9 @@ class OptTree(LikeliestGrowth, NodeBudget):
         self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
         chances: Sequence[Sequence[float]],
     ) -> None:  # fmt: skip
-        before = sum(sorted(growing.score.values(), reverse=True)[: self.nodes])
+        before = growing.state or 0.0
         added = self.add_likeliest(growing, nodes, tokens, chances, self.beam)
-        after = sum(sorted(growing.score.values(), reverse=True)[: self.nodes])
+        growing.state = after = sum(sorted(growing.score.values(), reverse=True)[: self.nodes])
         growing.end_level(added if after - before >= self.gain else [])
 
     def finished(self, growing: GrowingTree) -> DraftTree:
