@@ -216,7 +216,7 @@ def test_a_budget_of_a_row_is_that_of_its_specialist() -> None:
 def test_confidences_of_an_opt_tree_are_the_draft_models_probabilities() -> None:
     model = tiny("llama", torch.float32)
     small = sibling(model)
-    draft: Any = registry.load("drafters", "opt-tree", model=small, gain=0.0)
+    draft: Any = registry.load("drafters", "opt-tree", model=small, gain=1e-9)
     draft._calibration.proposed = lambda row, tree: tree
     trees: list[tuple[list[int], DraftTree]] = []
     propose = draft.propose

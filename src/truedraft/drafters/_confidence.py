@@ -9,18 +9,17 @@ from torch import Tensor
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import candidates
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._timed import TimedLevels
+from truedraft.drafters._timed import PayingLevels
 from truedraft.tree import DraftTree, Draws, Row
 
 
-class ConfidenceTree(TimedLevels):
+class ConfidenceTree(PayingLevels):
     """Dynamic trees (EAGLE-2): nodes in the order of the probability of their paths, by the reader's distributions,
     calibrated.
 
-    Under the cost control a draft ends where another level would not pay, by the measured seconds of levels and passes.
-    At each level the `expanded` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes`
-    likeliest are drafted. Under `seeded` the probabilities are those by the target's own noise, see
-    `_candidates.candidates`.
+    Under the cost control a draft ends where another level would not pay, see `PayingLevels`. At each level the
+    `expanded` likeliest nodes are expanded, each by its `top_k` likeliest tokens; of all, the `nodes` likeliest are
+    drafted. Under `seeded` the probabilities are those by the target's own noise, see `_candidates.candidates`.
 
     Fields of every subclass: nodes, depth, top_k, drawn.
 
@@ -30,12 +29,9 @@ class ConfidenceTree(TimedLevels):
 
     _calibration: Calibration
 
-    nodes: int
     depth: int
     top_k: int
     drawn: bool
-
-    _per_level = 1.0  # levels of a draft that a pass of the reader adds; a moving average
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]
@@ -62,26 +58,7 @@ class ConfidenceTree(TimedLevels):
         return self.depth * max(self.top_k, budget) if budget > 0 else 0
 
     def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
-        """Whether the next level adds more tokens per second than the pass has with the draft so far.
-
-        Nodes whose children would not be worth their share of the verifying pass are not expanded. The rate of
-        acceptance of the next levels is taken to be the mean of those of the levels before.
-        """
-        if self.pass_cost is None or not growing.score or self.is_drawn(growing.row):
-            return True
-        node, level = self.pass_cost.node, self._of_level / active
-        depth = growing.depth[growing.frontier[0]]
-        tokens, seconds = 1.0, self.pass_cost.plain / rows + growing.passes * level
-        for score in sorted(growing.score.values(), reverse=True)[: min(self.nodes, growing.budget)]:
-            if score * seconds <= tokens * node:
-                break
-            tokens, seconds = tokens + score, seconds + node
-        goodput = tokens / seconds
-        mean = min(sum(growing.score[n] for n in growing.frontier), 1.0) ** (1 / depth)
-        growing.frontier = [n for n in growing.frontier if mean * growing.score[n] > goodput * node]
-        more = round(self._per_level)
-        gain = sum(mean**k for k in range(1, more + 1)) * sum(growing.score[n] for n in growing.frontier)
-        return gain > goodput * (level + more * node)
+        return self.is_drawn(growing.row) or super().continues(growing, rows, active)
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.is_drawn(growing.row):

@@ -26,3 +26,36 @@ class TimedLevels(GrowingDrafter):
             self._of_level = min(self._of_level, seconds)
         else:
             self._of_level = usual_seconds(self._of_level, seconds)
+
+
+class PayingLevels(TimedLevels):
+    """Trees of the most probable paths that end, under the cost control, where another level would not pay, by the
+    measured seconds of levels and passes.
+
+    Fields of every subclass: nodes (drafted at most).
+    """
+
+    nodes: int
+    _per_level = 1.0  # levels of a draft that a pass of the reader adds; a moving average
+
+    def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
+        """Whether the next level adds more tokens per second than the pass has with the draft so far.
+
+        Nodes whose children would not be worth their share of the verifying pass are not expanded. The rate of
+        acceptance of the next levels is taken to be the mean of those of the levels before.
+        """
+        if self.pass_cost is None or not growing.score:
+            return True
+        node, level = self.pass_cost.node, self._of_level / active
+        depth = growing.depth[growing.frontier[0]]
+        tokens, seconds = 1.0, self.pass_cost.plain / rows + growing.passes * level
+        for score in sorted(growing.score.values(), reverse=True)[: min(self.nodes, growing.budget)]:
+            if score * seconds <= tokens * node:
+                break
+            tokens, seconds = tokens + score, seconds + node
+        goodput = tokens / seconds
+        mean = min(sum(growing.score[n] for n in growing.frontier), 1.0) ** (1 / depth)
+        growing.frontier = [n for n in growing.frontier if mean * growing.score[n] > goodput * node]
+        more = round(self._per_level)
+        gain = sum(mean**k for k in range(1, more + 1)) * sum(growing.score[n] for n in growing.frontier)
+        return gain > goodput * (level + more * node)

@@ -19,11 +19,12 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import NodeBudget
+from truedraft.drafters._timed import PayingLevels
 from truedraft.tree import DraftTree
 
 
 @dataclass
-class SpecExec(LikeliestGrowth, NodeBudget):
+class SpecExec(PayingLevels, LikeliestGrowth, NodeBudget):
     card = Card(
         paper="arXiv 2406.02532 (2024)",
         idea="A large tree of a smaller model's likeliest continuations, the best nodes first at any depth.",
@@ -39,6 +40,10 @@ class SpecExec(LikeliestGrowth, NodeBudget):
     length: int = knob(12, 1, 256)  # depth at most; published 32
     decay: float = knob(0.95, 0.01, 1)  # of a path's probability per level, where nodes are compared; published 0.95
     source: Any = None  # a drafter with distributions in the place of the model, such as eagle3, or its name
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        return True
 
     def room(self, budget: int) -> int:
         return self.expansions * self.branches if budget > 0 else 0
