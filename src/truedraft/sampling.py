@@ -89,7 +89,7 @@ def _applied(processors: Sequence[LogitsProcessor], places: list[int], ids: Tens
     ids, raw: (k, length) and (k, V), the latter a copy.
     """
     for processor in processors:
-        raw = _for_rows(processor, places)(ids, raw)  # type: ignore[arg-type]
+        raw = _for_rows(processor, places)(ids, raw)
     return raw
 
 
