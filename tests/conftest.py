@@ -43,7 +43,9 @@ def _uncovered(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """
     covered: dict[str, set[Any]] = {}
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        if (mark := item.get_closest_marker("covering")) and not item.get_closest_marker("slow"):
+        if any(mark.name == "slow" or (mark.name == "skipif" and mark.args[0]) for mark in item.iter_markers()):
+            continue
+        if mark := item.get_closest_marker("covering"):
             params = item.callspec.params  # type: ignore[attr-defined]
             together = set(combinations(sorted((name, repr(value)) for name, value in params.items()), mark.args[0]))
             seen = covered.setdefault(item.nodeid.split("[")[0], set())

@@ -67,6 +67,7 @@ def test_several_canvases_change_no_token(name: str, block: int) -> None:
         assert fast.report().acceptance_rate > 0.03
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", assets.HEADS)
 @pytest.mark.parametrize("hidden", [256, 512])
 def test_embedded_heads_draft_for_nano_and_for_nano_stretched(method: str, hidden: int) -> None:

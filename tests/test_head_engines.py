@@ -104,6 +104,7 @@ def test_drafts_that_end_at_different_levels_leave_the_others_as_they_are(
     assert torch.equal(fast.generate(**given), model.generate(**given))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", SHARED)
 @pytest.mark.parametrize("name", LEARNED)
 def test_the_next_call_follows_a_changed_target(name: str, change: str) -> None:

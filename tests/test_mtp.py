@@ -51,6 +51,7 @@ def reference(folder: Path, target: PreTrainedModel, paths: Paths, more: Sequenc
     return torch.stack([mtp_logits(folder, target, [*TOKENS, *more], path, wrong=wrong)[-1] for path in paths])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_drafts_are_those_of_the_published_law(

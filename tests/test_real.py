@@ -78,6 +78,7 @@ def gap(model: PreTrainedModel, prefix: torch.Tensor, noise: torch.Tensor | None
 TIE = 1e-4  # fp32 logits of these models differ by up to about 2e-5 between widths
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stories: list[str]) -> None:

@@ -41,6 +41,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("architecture", "carry", "name"),
     [(kind, chains.CARRY, ("oracle", "noise")[i % 2]) for i, kind in enumerate(RECURRENT)]
@@ -103,6 +104,7 @@ def test_a_text_outgrows_the_positions_of_a_configuration_that_has_none() -> Non
     text_net(model, "oracle", ragged(model, 2), max_new_tokens=24, do_sample=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("architecture", "runtime", "name", "rule"),
     [

@@ -117,6 +117,7 @@ def net(target: DecoderTarget, lengths: Sequence[int] = (7, 1, 12)) -> None:
     target.cache = None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in STREAMS])
 def test_layers_are_those_of_a_plain_forward(architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ IMPOSSIBLE: dict[str, set[str]] = {  # the reason of a refusal, and the architec
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [(name, architecture) for name in EVERYWHERE for architecture in ARCHITECTURES]
