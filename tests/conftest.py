@@ -28,7 +28,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 # Files in which of architectures with one program the first represents the others, which `make real` tests as well;
 # tests/test_runtime.py holds all of them. In the files of IN_FP32 it represents them in bf16 alone.
-REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text"}
+REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text", "test_reading", "test_extending"}
 IN_FP32 = {"test_nodes", "test_runtime"}
 
 

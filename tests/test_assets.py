@@ -107,7 +107,7 @@ def test_drafts_change_no_token(name: str, draft: str) -> None:
     model, tokenizer = loaded(name)
     prompts = [case.text for case in cases(None, None, None)]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    given = dict(max_new_tokens=40, do_sample=False)
+    given = dict(max_new_tokens=24, do_sample=False)
     expected = generated(model, inputs, **given).text
     small = loaded("nano-draft")[0]
     fast = truedraft.accelerate(model, tokenizer, draft=drafter(draft, model, small=small), control="fixed")
