@@ -27,9 +27,11 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 # Files in which of architectures with one program the first represents the others, which `make real` tests as well;
-# tests/test_runtime.py holds all of them. In the files of IN_FP32 it represents them in bf16 alone.
-REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text", "test_reading", "test_extending"}
-IN_FP32 = {"test_nodes", "test_runtime"}
+# tests/test_runtime.py holds all of them, in bf16 the first alone.
+REPRESENTED = {
+    "test_views", "test_prompts", "test_embeds", "test_taps", "test_text", "test_reading", "test_extending",
+    "test_nodes", "test_graphs", "test_deja_vu",
+}  # fmt: skip
 
 
 def _uncovered(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -66,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = _represented()
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        again = REPRESENTED | IN_FP32 if given.get("dtype") == torch.bfloat16 else REPRESENTED
+        again = {*REPRESENTED, "test_runtime"} if given.get("dtype") == torch.bfloat16 else REPRESENTED
         if given.get("architecture") in others and item.path.stem in again:
             item.add_marker(pytest.mark.slow)
     for item in [*_uncovered(items)]:

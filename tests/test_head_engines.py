@@ -88,7 +88,7 @@ def test_engines_can_share_a_head(name: str) -> None:
     mixed = Recorded(fast)
     assert torch.equal(fast.generate(**given, streamer=Calling(second, {**ragged(model, 3), **GREEDY})), expected)
     assert mixed.trees == alone.trees[: len(mixed.trees)] and len(mixed.trees) * 2 == len(alone.trees)
-    hammered([fast, second], calls_of(model, 3), 4, 2)
+    hammered([fast, second], calls_of(model, 3), 2, 2)
 
 
 @pytest.mark.parametrize("name", LEARNED)

@@ -268,7 +268,7 @@ def outputs_observed(model: Any) -> Iterator[list[weakref.ref[Tensor]]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("layers", [(), (1,), (3, 1), (-1,)])
+@pytest.mark.parametrize("layers", [*(pytest.param(few, marks=pytest.mark.slow) for few in ((), (1,))), (3, 1), (-1,)])
 def test_only_chosen_layers_stay_in_memory(layers: tuple[int, ...]) -> None:
     model = tiny("llama", torch.float32, layers=BLOCKS)
     taps, ids = LayerTaps(model), torch.tensor([[5, 6, 7]])
