@@ -45,7 +45,7 @@ def test_embedded_heads_are_small_and_have_cards() -> None:
         assert all(part in card for part in ("## Data", "## Validation over time", "## Train it again", "licence"))
 
 
-@pytest.mark.parametrize("block", [4, 8, 32])
+@pytest.mark.parametrize("block", [4, 8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DIFFUSING)
 def test_several_canvases_change_no_token(name: str, block: int) -> None:
     """Of stories and an edit, in a batch, against plain forwards over the whole text."""

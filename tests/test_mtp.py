@@ -91,6 +91,7 @@ def test_errors_of_readers_would_show(name: str, wrong: str, tmp_path: Path) -> 
     assert (found.softmax(-1) - mtp_logits(tmp_path, target, TOKENS, CHAIN[-1], wrong).softmax(-1)).abs().max() > 1e-3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(("wrong", "knob"), zip(SETTINGS, ("before_norm", "raw_states"), strict=True))
 @pytest.mark.parametrize("name", NAMES)
@@ -110,6 +111,7 @@ def test_norms_of_features_and_states_are_as_set(name: str, wrong: str, knob: st
     assert head.layers == ((3,) if knob == "before_norm" else (-1,))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{}, {"before_norm": True}, {"raw_states": True}])
 @pytest.mark.parametrize(("made", "layers"), [(CompiledHeadPass, 1), (TorchHeadPass, 1), (TorchHeadPass, 3)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

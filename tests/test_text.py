@@ -63,6 +63,7 @@ def test_short_limits_end_where_plain_decoding_ends(name: str, rule: str, length
     text_net(model, name, ragged(model, 3), max_new_tokens=length, **RULES[rule])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "rule", "rows"), in_turn((1, 4)))
 def test_end_of_text_inside_a_draft(name: str, rule: str, rows: int) -> None:
     model = hosted(name)

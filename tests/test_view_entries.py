@@ -299,6 +299,7 @@ def eager(model: PreTrainedModel) -> Any:
     return made
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("chunk", "refresh"), [(1, 0), (CHUNK, 0), (1, 5), (CHUNK, 2)])
 @pytest.mark.parametrize("runtime", RUNTIMES)
