@@ -35,7 +35,7 @@ test-pythons: $(OTHERS:%=pythons/%)
 pythons/% venvs/%: private BIN = $(VENV)/pythons/$*/bin
 
 pythons/%: venvs/% $(filter test,$(MAKECMDGOALS))
-	$(PYTEST) -m pythons
+	$(PYTEST) -m pythons $(shell grep -l 'mark\.pythons' tests/test_*.py)
 
 venvs/%: $(VENV)/dev
 	$* -m venv $(VENV)/pythons/$*
@@ -53,7 +53,8 @@ sanitize: $(VENV)/dev
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# --no-compile: of thousands of modules the tests import some, which Python compiles then
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc src/truedraft/stores/*.c src/truedraft/caches/*.c)
 
 $(VENV)/ready $(VENV)/dev: pyproject.toml setup.py constraints.txt $(NATIVE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import zlib
 
 os.environ["TRUEDRAFT_CHECK"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 import torch
 import transformers
 
+from comparisons import compared_once
 from truedraft.runtime.programs import PROGRAMS
 
 transformers.logging.set_verbosity_error()
@@ -22,9 +27,33 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 # Files in which of architectures with one program the first represents the others, which `make real` tests as well;
-# tests/test_runtime.py holds all of them. In the files of IN_FP32 it represents them in bf16 alone.
-REPRESENTED = {"test_views", "test_prompts", "test_embeds", "test_taps", "test_text"}
-IN_FP32 = {"test_nodes", "test_runtime"}
+# tests/test_runtime.py holds all of them, in bf16 the first alone.
+REPRESENTED = {
+    "test_views", "test_prompts", "test_embeds", "test_taps", "test_text", "test_reading", "test_extending",
+    "test_nodes", "test_graphs", "test_deja_vu",
+}  # fmt: skip
+
+
+def _uncovered(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """The items of tests marked `covering(t)` whose values, any t of them together, earlier items have as well.
+
+    A parametrised test multiplies: architectures by rules by batch sizes. Most faults show by one value, or by two
+    together (Kuhn, Wallace and Gallo, "Software fault interactions and implications for software testing", 2004). So
+    the everyday suite has cases that together cover every value of each parameter (t = 1), or every pair of values of
+    two parameters (t = 2), chosen by names alone; `make real` has the whole product. A new value, such as a method just
+    registered, is in no other case, and so is always tested.
+    """
+    covered: dict[str, set[Any]] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        if any(mark.name == "slow" or (mark.name == "skipif" and mark.args[0]) for mark in item.iter_markers()):
+            continue
+        if mark := item.get_closest_marker("covering"):
+            params = item.callspec.params  # type: ignore[attr-defined]
+            together = set(combinations(sorted((name, repr(value)) for name, value in params.items()), mark.args[0]))
+            seen = covered.setdefault(item.nodeid.split("[")[0], set())
+            if together <= seen:
+                yield item
+            seen |= together
 
 
 def _represented() -> set[str]:
@@ -39,9 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = _represented()
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        again = REPRESENTED | IN_FP32 if given.get("dtype") == torch.bfloat16 else REPRESENTED
+        again = {*REPRESENTED, "test_runtime"} if given.get("dtype") == torch.bfloat16 else REPRESENTED
         if given.get("architecture") in others and item.path.stem in again:
             item.add_marker(pytest.mark.slow)
+    for item in [*_uncovered(items)]:
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """No collection of garbage meanwhile: it would walk all modules of torch and transformers, again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # the modules, and thousands of items, which live as long as the session
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +95,13 @@ def _temporary_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _compared_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But for tests that replace something, which may be what the comparison has to find wrong."""
+    with nullcontext() if "monkeypatch" in request.fixturenames else compared_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -344,7 +344,7 @@ def text_net(
 
 
 def node_net(
-    model: PreTrainedModel, name: str, rows: int = 3, tolerance: float = 1e-6, steps: int = 16,
+    model: PreTrainedModel, name: str, rows: int = 3, tolerance: float = 1e-6, steps: int = 12,
     inputs: dict[str, torch.Tensor] | None = None, **kwargs: Any,
 ) -> int:  # fmt: skip
     """At every pass every node's logits equal a plain forward over its path, no cache; returns the nodes compared.

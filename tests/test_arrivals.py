@@ -39,12 +39,14 @@ PREFIX_BYTES = 20_000  # of tiny models: some of the prefixes that these events 
 EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 14)), min_size=8, max_size=30)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_requests_have_their_text_alone(name: str) -> None:
-    rng = random.Random(name)
-    for piece, prefix_bytes in ((None, 0), (rng.randint(1, 16), PREFIX_BYTES)):
-        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
-        run_events([name], events, piece=piece, prefix_bytes=prefix_bytes)
+def test_requests_have_their_text_alone(name: str, pieces: bool) -> None:
+    """Prompts are read whole, or in pieces and behind prefixes of earlier ones: in turn, and all by `make real`."""
+    rng = random.Random(f"{name} {pieces}")
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
+    run_events([name], events, piece=rng.randint(1, 16) if pieces else None, prefix_bytes=PREFIX_BYTES * pieces)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -73,15 +75,21 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
     run_events(["auto", "plain", "draft-model", "token-recycling", "iad"], events, "encoder-decoder")
 
 
-@pytest.mark.parametrize("architecture", [*RECURRENT, *COUNTED, *OTHERS])
-def test_requests_of_an_architecture_have_their_text_alone(architecture: str) -> None:
-    rng = random.Random(architecture)
-    for runtime in RUNTIMES:
-        if runtime == "stock" and architecture in COMPILED_ALONE:
-            continue
-        events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(16)]
-        drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
-        run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("architecture", "runtime"),
+    [
+        (architecture, runtime)
+        for architecture in [*RECURRENT, *COUNTED, *OTHERS]
+        for runtime in RUNTIMES
+        if runtime == "auto" or architecture not in COMPILED_ALONE
+    ],
+)
+def test_requests_of_an_architecture_have_their_text_alone(architecture: str, runtime: str) -> None:
+    rng = random.Random(f"{architecture} {runtime}")
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(16)]
+    drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
+    run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_goodput_counts_the_weights_that_are_read() -> None:
     assert evaluator.goodput(SkipLayers("2")) == pytest.approx(32 / (4 + 28 * rest), rel=0.03)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_layer_that_does_nothing_is_found(name: str, layer: int, tmp_path: Path) -> None:

@@ -268,6 +268,7 @@ def test_guides_of_other_vocabularies_are_refused(model: Any, guide: Any) -> Non
     assert fast.generate(words("one day", return_tensors="pt").input_ids, max_new_tokens=8).shape[1] > 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("layout", [LAYOUTS[0], BLOCKS, SHIFTED, Layout(MASK, "blocks", 8, True)])
 def test_text_that_is_verified_everywhere_is_that_of_blocks_of_one_position(layout: Layout, settings: Any) -> None:

@@ -286,6 +286,7 @@ def rule_of(spec: str) -> str | None:
     return ORDERED.get(spec.partition(":")[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_view_is_its_published_rule(model: Any, layout: Layout, spec: str) -> None:

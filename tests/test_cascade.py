@@ -36,6 +36,7 @@ def matches_generate(
     return fast.report()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 5.0, 1e9])
 def test_inner_lenience_does_not_change_the_output(lenience: float, rule: str) -> None:
@@ -103,6 +104,7 @@ def test_the_first_tokens_are_those_of_the_largest_model() -> None:
     assert full and all(e.drafted >= 3 for e in full) and any(e.drafted == 3 for e in full)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bottom", ["suffix", "token-recycling", "anpd", "prompt-lookup:length=4", "sam"])
 @pytest.mark.parametrize("rule", RULES)
 def test_any_per_row_drafter_may_be_the_bottom(bottom: str, rule: str) -> None:

@@ -159,6 +159,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", [None, "auto"], ids=["plain", "auto"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_call_follows_the_changed_model(change: str, draft: str | None) -> None:

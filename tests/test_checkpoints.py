@@ -137,6 +137,7 @@ class Harmful:
         return os.mkdir, ("harmed",)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -16,6 +16,7 @@ from truedraft import Refused
 LIMIT = 128  # positions of the tiny models
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["oracle", "noise", "token-recycling"])
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_every_node_has_the_logits_of_its_path(architecture: str) -> None:
         assert node_net(tiny(architecture, FP32), name, tolerance=1e-4, inputs=level(3)) > 30
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @EVERY
 def test_text(architecture: str, rule: str) -> None:

@@ -63,6 +63,7 @@ def test_repeated_passes_do_not_drift(
     assert len(curve.knots) < 7 + 12
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("factor", [0.5, 0.95, 1.0, 2.0])
 def test_plain_passes_of_any_batch_update_their_cost(rows: int, factor: float) -> None:

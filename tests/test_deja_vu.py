@@ -152,6 +152,7 @@ def test_the_logits_are_those_of_masked_feed_forwards(runtime: str, group: int) 
     check_against_masked(target_of(deep("llama", torch.float32), runtime), 1e-3, group)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 @pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT.keys() - SHARING))
 def test_neurons_of_every_architecture_or_a_refusal(architecture: str, runtime: str) -> None:

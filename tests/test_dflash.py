@@ -337,7 +337,7 @@ def responses(model: PreTrainedModel, count: int, seed: int) -> list[Line]:
 KINDS = [{"block_size": 5}, {"block_size": 4, "vocabulary": 40, "blocks": 1, "layers": "1x2"}]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
+@pytest.fixture(scope="module", params=[pytest.param(KINDS[0], marks=pytest.mark.slow), KINDS[1]], ids=str)
 def trained(request: pytest.FixtureRequest, target: PreTrainedModel, tmp_path_factory: Any) -> tuple[Any, float, float]:
     """A learner, and its loss before and after a short training."""
     torch.manual_seed(0)

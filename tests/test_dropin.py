@@ -61,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_pipelines_accept_an_accelerated_model(

@@ -65,6 +65,7 @@ def passes(architecture: str, target: DecoderTarget) -> list[tuple[list[Tensor],
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - BY_TOKEN))
@@ -74,6 +75,7 @@ def test_the_compiled_pass_reads_vectors_bit_for_bit(architecture: str, dtype: t
         assert all(torch.equal(a, b) for a, b in zip(tokens, vectors, strict=True))
 
 
+@pytest.mark.covering(1)
 @ON_BOTH
 @pytest.mark.parametrize("graphs", [False, True], ids=["forward", "graphs"])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - BY_TOKEN))

@@ -57,6 +57,7 @@ KINDS = [(kind, torch.float64) for kind in ARCHITECTURES if kind not in NO_FP64]
 KINDS += [(kind, torch.float32) for kind in PROGRAMS if kind not in RECURRENT]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=lambda value: str(value).removeprefix("torch."))
 def test_nodes_behind_earlier_ones_have_the_logits_of_their_paths(kind: str, dtype: torch.dtype) -> None:
     """Two rows of different lengths, one of which has no new nodes in one of the passes; then a path is committed."""

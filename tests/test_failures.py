@@ -159,6 +159,7 @@ def finish(engine: ContinuousEngine) -> None:
         engine.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_error_ends_only_the_request_of_its_part(plan: str, kind: str) -> None:

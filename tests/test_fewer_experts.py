@@ -61,6 +61,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("architecture", "runtime"), CASES)
 def test_the_logits_are_those_of_a_model_with_one_expert_per_token(architecture: str, runtime: str) -> None:
     model = tiny(architecture, torch.float32)

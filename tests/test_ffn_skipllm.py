@@ -174,6 +174,7 @@ def check_against_decisions(target: DecoderTarget, tolerance: float) -> None:
     target.cache = None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 @pytest.mark.parametrize("architecture", KINDS)
 def test_the_logits_are_those_of_what_each_token_decides(architecture: str, runtime: str) -> None:
@@ -239,6 +240,7 @@ def test_hidden_states_are_those_behind_what_was_skipped(runtime: str) -> None:
 COMPOSED = ["", "+window-kv:sinks=1,recent=5", pytest.param("+int8-self", marks=COMPILED), "<suffix", "+suffix"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", COMPOSED)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_text_that_it_drafts_is_that_of_model_generate(rule: str, more: str) -> None:

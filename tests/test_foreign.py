@@ -35,6 +35,7 @@ def test_every_variant_gives_a_law_of_the_targets_vocabulary(name: str, variant:
     assert (logits.softmax(-1).max(-1).values < 0.99).all(), "errors would hide in a law of one token"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "wrong"), CONTROLS)
 def test_errors_of_readers_change_the_logits(name: str, wrong: str, tmp_path: Path) -> None:
     form = FORMATS[name]

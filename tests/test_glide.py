@@ -121,6 +121,7 @@ def check_drafts(architecture: str, runtime: str, spec: str = "glide", blocks: i
     assert compared > 20
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_drafts_read_the_keys_of_the_target(runtime: str, architecture: str) -> None:

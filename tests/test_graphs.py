@@ -88,6 +88,7 @@ def prompts(device: str, *lengths: int) -> list[Prompt]:
 TRACED = {"llama", "gemma2"}
 
 
+@pytest.mark.covering(1)
 @ON_BOTH
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_the_forward_over_many_steps(architecture: str, device: str, capture: Any) -> None:

@@ -114,6 +114,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.nan_to_num(neginf=0), expected.nan_to_num(neginf=0), atol=tolerance, rtol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("made", "dtype", "tolerance"), PASSES)
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_drafts_are_those_of_the_published_law(

@@ -144,6 +144,7 @@ def test_loss_with_products_in_bf16_is_that_in_fp32(name: str) -> None:
     assert reached[1] == reached[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", UNROLLED)
 @pytest.mark.parametrize("passes", ["compiled", "int8", "torch"])
 def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +194,7 @@ def test_drafts_are_those_of_the_plain_head(name: str, passes: str, monkeypatch:
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", [{"do_sample": False}, SAMPLED, {**SAMPLED, "repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("name", [name for name in OF_DECODERS if "vocabulary" in dict(knobs(LEARNERS[name]))])
 def test_drafts_over_a_draft_vocabulary_are_those_over_all_tokens(

@@ -308,7 +308,7 @@ def test_ctrl_c_at_every_line_with_lookup_drafters() -> None:
     interrupted = check_every_line(
         lambda: truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling"), ragged(tiny(), 2)
     )
-    assert interrupted > 130
+    assert interrupted > 43
 
 
 def test_ctrl_c_at_every_line_with_a_draft_model() -> None:
@@ -336,15 +336,17 @@ def run(running: continuous.ContinuousEngine, streamers: list[Recorder]) -> list
     return requests
 
 
-def test_ctrl_c_at_every_line_of_a_running_engine() -> None:
-    """Every request and its streamer have ended, with a prefix of the text; no state is left in any part."""
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_ctrl_c_at_every_line_of_a_running_engine(first: int) -> None:
+    """Every request and its streamer have ended, with a prefix of the text; no state is left in any part. The everyday
+    suite has every third line."""
     fast = truedraft.accelerate(tiny(dtype=torch.float32), draft="suffix+token-recycling", control="fixed")
     make, reached = partial(fast.engine, 2, 32, prefix_bytes=10**6), Counter[tuple[CodeType, int]]()
     with traced(lambda code, line: reached.update([(code, line)])):
         expected = [request.tokens for request in run(make(), [Recorder() for _ in range(3)])]
     assert len(expected) == 3 and len(expected[0]) == TOKENS
     interrupted = 0
-    for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())]:
+    for spot, nth in [(at, (1, count)[i % 2]) for i, (at, count) in enumerate(reached.items())][first::3]:
         fast.forget()
         running, streamers = make(), [Recorder() for _ in range(3)]
         times = Counter[tuple[CodeType, int]]()

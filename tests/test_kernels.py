@@ -112,6 +112,7 @@ def plain(weight: Weight) -> Tensor:
     return matrix * by_column(weight.scales) + (0 if weight.offsets is None else by_column(weight.offsets))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("out", "width"), [(1, 16), (16, 48), (53, 96), (200, 304)])

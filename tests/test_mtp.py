@@ -51,6 +51,7 @@ def reference(folder: Path, target: PreTrainedModel, paths: Paths, more: Sequenc
     return torch.stack([mtp_logits(folder, target, [*TOKENS, *more], path, wrong=wrong)[-1] for path in paths])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_drafts_are_those_of_the_published_law(
@@ -90,6 +91,7 @@ def test_errors_of_readers_would_show(name: str, wrong: str, tmp_path: Path) -> 
     assert (found.softmax(-1) - mtp_logits(tmp_path, target, TOKENS, CHAIN[-1], wrong).softmax(-1)).abs().max() > 1e-3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(("wrong", "knob"), zip(SETTINGS, ("before_norm", "raw_states"), strict=True))
 @pytest.mark.parametrize("name", NAMES)
@@ -109,6 +111,7 @@ def test_norms_of_features_and_states_are_as_set(name: str, wrong: str, knob: st
     assert head.layers == ((3,) if knob == "before_norm" else (-1,))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{}, {"before_norm": True}, {"raw_states": True}])
 @pytest.mark.parametrize(("made", "layers"), [(CompiledHeadPass, 1), (TorchHeadPass, 1), (TorchHeadPass, 3)])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

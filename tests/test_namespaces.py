@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import truedraft
 from arrivals import model
-from nets import PRESETS, REGISTERED, drafter
+from comparisons import compared_once
+from nets import NAMES, PRESETS, drafter
 from truedraft import Drafter, DraftTree, Refused
 from truedraft.continuous import ContinuousEngine
 from truedraft.control._drafter import DrafterState
@@ -92,9 +93,10 @@ def recorded(draft: Drafter, namespace: str) -> Seen:
 def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     """What requests of tenant "b" show after, and beside, those of a tenant `other` with a secret, and their drafts."""
     host, draft = served(name)
-    fast = truedraft.accelerate(host, draft=draft, control="fixed")
+    with compared_once():
+        fast = truedraft.accelerate(host, draft=draft, control="fixed")
     mine, text, known = recorded(draft, "b"), secret(which), secret("x")
-    with fast.engine(max_rows=3, max_tokens=LENGTH) as engine:
+    with compared_once(), fast.engine(max_rows=3, max_tokens=LENGTH) as engine:
         finish(engine, asked(engine, other, text, text[::-1]))
         others = len(mine)  # none, unless both are one tenant
         probes = [asked(engine, "b", known, known)]
@@ -109,7 +111,7 @@ def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     return [(probe.tokens, *probe.report().passes) for probe in probes], drafts
 
 
-@pytest.mark.parametrize("name", [*REGISTERED, "auto"])
+@pytest.mark.parametrize("name", [*NAMES, "auto", *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS)])
 def test_a_tenant_sees_nothing_of_anothers_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "start", lambda worker, steps: list(steps))  # else drafts depend on time
     assert seen_by(name, "a", "x") == seen_by(name, "a", "y")

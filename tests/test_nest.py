@@ -181,6 +181,7 @@ def _states(model: Any, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-2][0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", ["nest", "nest:delta=1.0", "nest>prompt-lookup", "prompt-lookup>nest", "nest+llma"])
 @pytest.mark.parametrize("way", [{"do_sample": False}, SAMPLED])
 def test_exact_rules_change_no_token(draft: str, way: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ COMPILED = [(name, torch.float32) for name in PROGRAMS if name not in NO_FP64 | 
 COMPILED += [(name, torch.bfloat16) for name in PROGRAMS]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("architecture", "dtype"), COMPILED, ids=lambda value: str(value).removeprefix("torch."))
 def test_dtypes(architecture: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and architecture in ("afmoe", "gpt_oss", "kolibri1", "phimoe"):

@@ -65,6 +65,7 @@ def far(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().max() / b.float().std())
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 @pytest.mark.parametrize("part", [None, 16])
@@ -92,6 +93,7 @@ def test_long_prompt_has_the_same_bits_alone_and_in_a_batch(
         assert all(torch.equal(a, b) for a, b in zip(alone, row, strict=True)), len(p)
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_both_ways_of_prefill_write_the_same_cache_up_to_rounding(

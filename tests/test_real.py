@@ -81,10 +81,10 @@ TIE = 1e-4  # fp32 logits of these models differ by up to about 2e-5 between wid
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_sample_of_prompts(checkpoint: str, sample: bool, weights: Path, stories: list[str]) -> None:
-    """Each drafter on one checkpoint greedily and on another sampled."""
+    """Each drafter on one checkpoint, greedily or sampled."""
     model, tokenizer = load(weights / checkpoint)
-    drafts = DRAFTERS[(CHECKPOINTS.index(checkpoint) + sample) % len(CHECKPOINTS) :: len(CHECKPOINTS)]
-    found = divergences(model, tokenizer, stories[:4], 4, drafts, sample, small_for(checkpoint, weights), new=64)
+    drafts = DRAFTERS[2 * CHECKPOINTS.index(checkpoint) + sample :: 2 * len(CHECKPOINTS)]
+    found = divergences(model, tokenizer, stories[:3], 3, drafts, sample, small_for(checkpoint, weights), new=40)
     assert all(g < TIE for g in found.values()), found
 
 

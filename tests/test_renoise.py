@@ -79,6 +79,7 @@ def compare(model: Any, given: dict[str, Any], strict: bool = False, rows: int =
     return fast, expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def check_drafts(kind: str, view: str, processors: str, rule: str) -> None:
     assert fewer <= passes if kind != "10" else fewer < passes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("view", "processors", "rule"),
     [(SKIPPING, "none", "seeded"), ("window-kv:sinks=1,recent=5,depth=8,nodes=6", "penalties", "greedy")],

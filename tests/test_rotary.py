@@ -36,6 +36,7 @@ def batch(*lengths: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["oracle", "noise", "draft-model"])
 @pytest.mark.parametrize("lengths", [(5, 11, 16), (41, 55, 48), (40,)], ids=["short", "long", "one step"])

@@ -90,6 +90,7 @@ def one_by_one(target: DecoderTarget, tokens: list[int]) -> Tensor:
     return torch.cat(emitted)
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
@@ -113,6 +114,7 @@ def assert_same_bits(target: DecoderTarget, seeds: int = 4) -> None:
                 assert torch.equal(alone, together[row, path]), (seed, row, leaf)
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: torch.dtype) -> None:
@@ -130,6 +132,7 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
     assert torch.equal(one_by_one(target, whole)[-3:], after)
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize(
     ("architecture", "lengths"),
@@ -160,6 +163,7 @@ def test_threads_and_splits_of_the_prompt_change_no_bit(
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_logits_are_those_of_the_forward_up_to_rounding(architecture: str, dtype: torch.dtype) -> None:
@@ -200,6 +204,7 @@ def test_norms_and_biases_are_those_of_the_model(architecture: str) -> None:
         assert (compiled - stock).abs().max() < 2e-5 * stock.std()
 
 
+@pytest.mark.covering(1)
 @EVERY
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 def test_text_is_that_of_model_generate(architecture: str, sample: bool) -> None:

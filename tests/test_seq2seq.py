@@ -102,6 +102,7 @@ def both(fast: truedraft.Accelerated, **settings: Any) -> tuple[torch.Tensor, to
     return plain.text, found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_architecture_matches_generate(kind: str, sample: bool) -> None:
@@ -114,6 +115,7 @@ def test_every_architecture_matches_generate(kind: str, sample: bool) -> None:
             assert len(fast.report().passes) < 30, "nothing was accepted"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 @pytest.mark.parametrize("draft", [*FREE, "sam?token-recycling", "suffix>token-recycling", "llma|aded"])
@@ -131,6 +133,7 @@ IN_TURN = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "sample", "control"), IN_TURN)
 @pytest.mark.parametrize("name", LEARNT)
 def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, control: str) -> None:
@@ -140,6 +143,7 @@ def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, con
     assert torch.equal(expected, found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100", "t5gemma"])
 @pytest.mark.parametrize(
     "settings",

@@ -34,6 +34,7 @@ def smaller(kind: str, **other: Any) -> PreTrainedModel:
 COMPOSED = ["input-guided|draft-model", "draft-model>max-gram"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "kind", "sample"),
     [
@@ -50,6 +51,7 @@ def test_every_drafter_with_a_draft_model_is_exact(name: str, kind: str, sample:
     assert torch.equal(expected, found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "sample", "control"), IN_TURN)
 def test_drafts_of_the_target_itself_are_all_accepted(kind: str, sample: bool, control: str) -> None:
     """A wrong source, or unmasked padding, would show in the drafts."""

@@ -69,6 +69,7 @@ def test_a_node_has_the_same_bits_however_it_is_scored(kind: str, dtype: torch.d
             assert torch.equal(alone[row], together[row, path[-1]]), (row, leaf)
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_logits_are_those_of_the_forward_up_to_rounding(kind: str, dtype: torch.dtype) -> None:

@@ -107,6 +107,7 @@ class Halving(RowwiseProcessor):
         return torch.where(divided, scores / 2, scores)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["oracle", "draft-model", "token-recycling", "sampler"])
 @pytest.mark.parametrize("rule", [None, "rejection", "block", "seeded"])
 def test_a_rowwise_processor_of_a_user_does_not_put_rows_into_lockstep(name: str, rule: str | None) -> None:

@@ -26,6 +26,7 @@ SHAPED = [n for n in registry.names("drafters") if issubclass(registry.method("d
 HEADS = ("eagle", "eagle2", "eagle3")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("name", "head"), [(name, HEADS[i % 3]) for i, name in enumerate(SHAPED)])
 def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: str) -> None:

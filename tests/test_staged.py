@@ -222,6 +222,7 @@ def level_by_level(small: PreTrainedModel, text: list[int], shape: str, least: f
     return set(found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("table", ["counted", "wrong", "of a corpus"])
 @pytest.mark.parametrize(("shape", "least", "nodes"), [("3x2x1x1", 0.0, 0), ("4x1x2x1", 0.03, 0), ("3x2x2x2", 0.0, 20)])
 def test_the_tree_of_staged_sd_is_the_draft_models(shape: str, least: float, nodes: int, table: str) -> None:

@@ -68,6 +68,7 @@ def shallow(paths: Paths, head: StatefulHead) -> Paths:
     return [path for path in paths if len(path) < head.steps]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("passes", "dtype", "tolerance"), [
     ("compiled", torch.float32, 1e-4), ("torch", torch.float64, 1e-5)
 ])  # fmt: skip

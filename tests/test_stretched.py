@@ -161,7 +161,7 @@ def test_layer_map(original: int) -> None:
         LayerMap(6, 12)[-2]
 
 
-@pytest.mark.parametrize(("layers", "hidden"), [(6, 1024), (13, 384), (8, 320)])
+@pytest.mark.parametrize(("layers", "hidden"), [pytest.param(6, 1024, marks=pytest.mark.slow), (13, 384), (8, 320)])
 def test_nano_stretched_has_the_text_of_nano(layers: int, hidden: int) -> None:
     model, tokenizer = load("nano")
     larger = stretched(model, layers=layers, hidden=hidden)
@@ -382,7 +382,7 @@ def test_sizes_by_name() -> None:
         size_of("big", "nano")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.slow), "int8"])
 def test_bench_names_the_size_in_its_figures(
     quantize: str | None, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

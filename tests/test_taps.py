@@ -117,6 +117,7 @@ def net(target: DecoderTarget, lengths: Sequence[int] = (7, 1, 12)) -> None:
     target.cache = None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in STREAMS])
 def test_layers_are_those_of_a_plain_forward(architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def outputs_observed(model: Any) -> Iterator[list[weakref.ref[Tensor]]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("layers", [(), (1,), (3, 1), (-1,)])
+@pytest.mark.parametrize("layers", [*(pytest.param(few, marks=pytest.mark.slow) for few in ((), (1,))), (3, 1), (-1,)])
 def test_only_chosen_layers_stay_in_memory(layers: tuple[int, ...]) -> None:
     model = tiny("llama", torch.float32, layers=BLOCKS)
     taps, ids = LayerTaps(model), torch.tensor([[5, 6, 7]])

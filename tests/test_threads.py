@@ -76,6 +76,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("name", MODELS)
 def test_threads_can_share_an_accelerated_model(name: str, runtime: str) -> None:
@@ -97,6 +98,7 @@ def owners_of(model: Any) -> list[Any]:
     return [*model.modules(), *{sys.modules[type(module).__module__] for module in model.modules()}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("name", MODELS)
 def test_accelerated_models_of_one_model_in_threads_with_the_plain_one(
@@ -195,6 +197,7 @@ def test_overrides_nest_and_are_undone_in_any_order() -> None:
     assert layer(x) == "the user's"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 def test_calls_in_inference_mode(name: str, runtime: str) -> None:
@@ -211,6 +214,7 @@ def test_calls_in_inference_mode(name: str, runtime: str) -> None:
     assert torch.equal(fast.generate(**inference), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 def test_calls_with_another_default_device(name: str, runtime: str) -> None:

@@ -151,6 +151,7 @@ def check_against_rounded(model: Any, weights: str, skipped: Sequence[int] = ())
     assert mine < unrounded * (1e-3 if model.dtype == torch.float32 else 0.5), (mine, unrounded)
 
 
+@pytest.mark.covering(2)
 @EVERY
 @BOTH
 @WEIGHTS

@@ -118,6 +118,7 @@ def test_the_logits_are_those_of_the_picked_entries(runtime: str) -> None:
     check_against_picked(target_of(deep("llama", torch.float32), runtime), VIEW, 1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 @pytest.mark.parametrize("architecture", [*EVERY[1:], *WINDOWS])
 def test_of_every_kind_of_positions(architecture: str, runtime: str) -> None:
@@ -298,6 +299,7 @@ def eager(model: PreTrainedModel) -> Any:
     return made
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("chunk", "refresh"), [(1, 0), (CHUNK, 0), (1, 5), (CHUNK, 2)])
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -120,6 +120,7 @@ def check_against_rounded(
     return changed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("architecture", "bits"), [*product(EVERY, (8, 4)), ("bloom", 4)])
 def test_the_logits_are_those_of_rounded_entries(architecture: str, bits: int) -> None:
     model = tiny(architecture, torch.float32, layers=2)

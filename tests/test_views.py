@@ -259,6 +259,7 @@ def check_against_muted(target: DecoderTarget, tolerance: float) -> None:
             text += [tree.tokens[i] for i in path]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 @pytest.mark.parametrize("architecture", sorted(PROGRAMS.keys() - RECURRENT.keys() - SHARING))
 def test_halves_of_layers_are_skipped_or_refused(architecture: str, runtime: str) -> None:
@@ -285,6 +286,7 @@ def test_passes_beside_captured_graphs() -> None:
     check_against_cut(target_of(deep("llama", torch.float32), "graphs"), (1,), 1e-3)
 
 
+@pytest.mark.covering(1)
 @COMPILED
 @BOTH
 @EVERY
@@ -314,6 +316,7 @@ def test_the_bits_are_those_of_a_cut_model_s_compiled_pass(architecture: str, dt
         other.commit(paths)
 
 
+@pytest.mark.covering(1)
 @COMPILED
 @BOTH
 @EVERY

@@ -139,6 +139,7 @@ def test_the_bytes_of_tokens() -> None:
     assert token_bytes(spelling(7))[0] == b" "
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "seeded"])
 def test_the_text_is_the_targets_across_vocabularies(name: str, sample: bool) -> None:

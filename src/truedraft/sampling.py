@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -80,6 +80,25 @@ def _for_rows(processor: LogitsProcessor, places: list[int]) -> LogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return lp.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(places[i], ids), 1)
     return processor
+
+
+def _applied(processors: Sequence[LogitsProcessor], places: list[int], ids: Tensor, raw: Tensor) -> Tensor:
+    """(k, V) scores by processors of `_by_row`, which a `LogitsProcessorList` would inspect at every call.
+
+    places: indices in the batch of the k rows.
+    ids, raw: (k, length) and (k, V), the latter a copy.
+    """
+    for processor in processors:
+        raw = _for_rows(processor, places)(ids, raw)
+    return raw
+
+
+def _alike(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Iterable[list[int]]:
+    """The places of rows and drafts behind them, by the length of both together."""
+    groups: dict[int, list[int]] = {}
+    for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+        groups.setdefault(row.step + len(draft), []).append(i)
+    return groups.values()
 
 
 class History:
@@ -213,9 +232,13 @@ class Laws:
         if self.drafts_pointwise:
             return self._everywhere(self.rowwise, raw) if self.rowwise else raw
         scores = raw.clone()
-        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            with suppress(Exception):
-                scores[i] = self._after(row, draft, raw[i])
+        for at in _alike(rows, drafts):
+            try:
+                scores[at] = self._after(rows, drafts, at, raw)
+            except Exception:  # at one of these drafts, or more
+                for i in at:
+                    with suppress(Exception):
+                        scores[i] = self._after(rows, drafts, [i], raw)[0]
         return scores
 
     def of_nodes(self, row: Row, drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
@@ -223,21 +246,31 @@ class Laws:
         raw = logits.to(torch.float32)
         if self.drafts_pointwise:
             return self._everywhere(self.rowwise, raw) if self.rowwise else raw
-        return torch.stack([self._after(row, draft, line) for draft, line in zip(drafts, raw, strict=True)])
+        scores, rows = torch.empty_like(raw), [row] * len(drafts)
+        for at in _alike(rows, drafts):
+            scores[at] = self._after(rows, drafts, at, raw)
+        return scores
 
-    def _after(self, row: Row, draft: Sequence[int], raw: Tensor) -> Tensor:
-        """(V,) scores after a row's prefix and a draft, by the processors that read these alone."""
-        processors = LogitsProcessorList(_for_rows(p, [row.index]) for p in self.rowwise)
-        drafted = torch.tensor([draft], dtype=torch.long, device=self.history.ids.device)
-        prefix = torch.cat([self.history.prefix([row]), drafted], 1)
-        return processors(prefix, raw[None].clone())[0]  # type: ignore[arg-type]
+    def _after(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], at: Sequence[int], raw: Tensor) -> Tensor:
+        """(places, V) scores after the prefixes and drafts at some places, of one length together, by the processors
+        that read these alone."""
+        ids = [
+            torch.cat(
+                [
+                    self.history.prefix([rows[i]])[0],
+                    torch.tensor(drafts[i], dtype=torch.long, device=self.history.ids.device),
+                ]
+            )
+            for i in at
+        ]
+        return _applied(self.rowwise, [rows[i].index for i in at], torch.stack(ids), raw[at])
 
     def everywhere(self, logits: Tensor) -> Tensor:
         """(rows, nodes, V) scores at every node, where laws are `apart`. logits: of that shape, raw; not written to."""
         return self._process((), logits.flatten(0, 1).to(torch.float32)).unflatten(0, logits.shape[:2])
 
     def _everywhere(self, processors: Sequence[LogitsProcessor], raw: Tensor) -> Tensor:
-        """The scores by processors that read them alone; their list inspects their signatures at every call."""
+        """The scores by processors that read them alone."""
         scores, ids = raw.clone(), self.history.ids[:1, :0].expand(len(raw), 0)
         for processor in processors:
             scores = processor(ids, scores)
@@ -258,6 +291,6 @@ class Laws:
             groups.setdefault(row.step, []).append(i)
         for places in groups.values():
             group = [rows[i] for i in places]
-            processors = LogitsProcessorList(_for_rows(p, [row.index for row in group]) for p in self.processors)
-            scores[places] = processors(self.history.prefix(group), raw[places])  # type: ignore[arg-type]
+            indices = [row.index for row in group]
+            scores[places] = _applied(self.processors, indices, self.history.prefix(group), raw[places])
         return scores
