@@ -168,6 +168,36 @@ def test_a_draft_model_that_is_the_target_in_other_ids_is_right(name: str) -> No
     assert report.tokens / len(report.passes) > 4
 
 
+def test_a_draft_is_the_text_that_the_draft_model_goes_on_with_and_one_call_of_it() -> None:
+    """Up to a token without text, which ends it."""
+    model, mine, other = tiny("llama", torch.float32, vocabulary=27), spelling(54, pairs=27), spelling(54, 3, pairs=27)
+    small = tiny("llama", torch.float32, vocabulary=30, sharpen=2.0)
+    made: Any = registry.load("drafters", "string-level-exact", model=small, length=12, tokens=5)
+    made.own_tokenizer = other
+    fast = truedraft.accelerate(model, mine, draft=made, control="fixed")
+    target, propose, calls = made.reader.target, made.propose, list[str]()
+    for name in ("extend_tapped", "extend_greedily"):
+        passed = getattr(target, name)
+        setattr(target, name, lambda *given, name=name, passed=passed: (calls.append(name), passed(*given))[1])
+    asked, drafted = itertools.cycle((5, 2, 1)), list[int]()
+
+    def checked(rows: list[Row], budget: list[int]) -> list[DraftTree]:
+        budget = [next(asked)] * len(rows)
+        trees: list[DraftTree] = propose(rows, budget)
+        for row, tree in zip(rows, trees, strict=True):
+            own = torch.tensor([other.encode(mine.decode(row.tokens))])
+            whole = small.generate(own, attention_mask=torch.ones_like(own), max_new_tokens=12, do_sample=False)[0]
+            text = other.decode([*itertools.takewhile(len(other).__gt__, whole.tolist())])
+            assert text.startswith(mine.decode([*row.tokens, *tree.tokens[1:]])) and len(tree) - 1 <= budget[0]
+            drafted.append(len(tree) - 1)
+        return trees
+
+    made.propose = checked
+    fast.generate(**ragged(model, 2), max_new_tokens=30, do_sample=False)
+    assert calls == ["extend_greedily"] * len(calls) and len(calls) == len(drafted) // 2, "one call for both rows"
+    assert {1, 2, 5} <= set(drafted), "drafts reach their budgets"
+
+
 def first_token_law(
     model: PreTrainedModel, draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, text: str
 ) -> dict[int, float]:

@@ -116,8 +116,10 @@ class Reader:
             self._hosted = made
 
     def start(self, rows: Sequence[Row], more: int) -> None:
-        """Admit new rows, with `more` tokens for drafts beyond the end of a row. Cache is reserved, and the model compared
-        with the one that was hosted, once a draft is requested: short calls often go without.
+        """Admit new rows, with `more` tokens for drafts beyond the end of a row.
+
+        Cache is reserved, and the model compared with the one that was hosted, once a draft is requested: short calls
+        often go without.
 
         Raises:
             NoRoom: a cache larger than those before would not fit in memory; rows that run already are not affected.

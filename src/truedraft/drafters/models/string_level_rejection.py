@@ -203,7 +203,7 @@ class StringLevelRejection(StringDrafter):
 
     def _rendered(self, vocabularies: Vocabularies, target: Target) -> RenderedTexts:
         self._first = FirstTokens(vocabularies, target.vocabulary, self.reader.vocab_size)
-        return SettledTexts(vocabularies)
+        return SettledTexts(vocabularies, self.reader.vocab_size)
 
     def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         return super().laws(rows, drafts, logits.double()).cpu()
