@@ -14,7 +14,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import is_protobuf_available
 
 import truedraft
 from models import ragged, tiny
@@ -25,14 +33,14 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
 from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
-from truedraft.loading import load
+from truedraft.loading import load, load_tokenizer
 from truedraft.tree import DraftTree, Row
 from vocabularies import spelling, turned
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDERS = {
     "llama": "weights/bitllama_3M", "letters": "weights/babyllama_tok105",
-    "gpt2": "tokenizers/gpt2", "neox": "tokenizers/gpt_neox_20B",
+    "gpt2": "tokenizers/gpt2", "neox": "tokenizers/gpt_neox_20B", "llama2": "tokenizers/llama2",
 }  # fmt: skip
 EMBEDDED = ("nano", "nano-gec")
 TEXTS = (
@@ -55,10 +63,19 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase:
         return load(name)[1]
     for folder in (SHARED / FOLDERS[name], SHARED / "data" / FOLDERS[name]):
         if folder.is_dir():
-            if name == "gpt2":
-                return GPT2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
-            return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+            if name == "llama2" and not is_protobuf_available():
+                pytest.skip("Llama 2 has a SentencePiece model alone, which transformers reads by protobuf")
+            kind = {"gpt2": GPT2Tokenizer, "llama2": LlamaTokenizer}.get(name, AutoTokenizer)
+            return kind.from_pretrained(folder)  # type: ignore[no-any-return]
     pytest.skip(f"{FOLDERS[name]} is not on this machine")
+
+
+@pytest.mark.skipif(is_protobuf_available(), reason="protobuf is there, which such tokenizers need")
+def test_a_tokenizer_of_sentencepiece_alone_names_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(Refused, match="cannot be loaded: its tokenizer is a SentencePiece model, .*install protobuf"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(("target", "draft"), permutations([*FOLDERS, *EMBEDDED], 2))
