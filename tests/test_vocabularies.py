@@ -32,7 +32,8 @@ from truedraft import Refused, registry
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
-from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
+from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, by_bytes, token_bytes
+from truedraft.drafters.models.string_level_rejection import FirstTokens, Place
 from truedraft.loading import load, load_tokenizer
 from truedraft.tree import DraftTree, Row
 from vocabularies import spelling, turned
@@ -74,7 +75,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase:
 def test_a_tokenizer_of_sentencepiece_alone_names_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(Refused, match="cannot be loaded: its tokenizer is a SentencePiece model, .*install protobuf"):
+    with pytest.raises(Refused, match="its tokenizer is a SentencePiece model"):
         load_tokenizer(str(tmp_path))
 
 
@@ -268,6 +269,39 @@ def test_tokens_are_drawn_by_the_probabilities_of_their_strings(seed: int) -> No
             sharper = torch.tensor([law[token] for token in range(8)]).square()
             assert torch.allclose(tree.dist[node], sharper / sharper.sum(), atol=1e-5)
     assert max(map(len, trees[:2])) > 3
+
+
+PLACES = [
+    Place(b""), Place(b"", b" "), Place(b"", b" th"), Place(b"", b"\n"), Place(b"", b"\xff"), Place(b" "),
+    Place(b" the"), Place(b" there"), Place(b" Q"), Place(b"\xc3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "draft"), [("letters", "llama"), ("llama", "nano")])
+def test_what_a_token_makes_of_a_text_is_the_longest_token_that_it_begins_with(target: str, draft: str) -> None:
+    """By comparing some tokens of the draft model, special ones among them, with every token of the target."""
+    mine, other = tokenizer(target), tokenizer(draft)
+    vocabularies, size, own_size = Vocabularies(mine, other), len(mine), len(other) + 3
+    tables, own_texts = FirstTokens(vocabularies, size, own_size), token_bytes(other)
+    ids = by_bytes(mine, token_bytes(mine))
+    for awaited, beyond in PLACES:
+        table = tables.table(Place(awaited, beyond))
+        found = dict(zip(table.own.tolist(), table.first.tolist(), strict=True))
+        unfinished = set(table.own[table.unfinished].tolist())
+        spelled = [own for own, text in own_texts.items() if awaited.startswith(text) or text.startswith(awaited)]
+        for own in {*range(0, own_size, 37), *range(own_size - 9, own_size), *spelled[:: 1 + len(spelled) // 50]}:
+            text = own_texts.get(own, b"")
+            behind = (beyond + text)[len(awaited) :]
+            begun = max((one for one in ids if behind.startswith(one)), key=len, default=b"")
+            agrees, awaits = text[: len(awaited)] == awaited[: len(text)], len(text) < len(awaited)
+            if text and agrees:
+                expected = ids.get(begun, size)
+                goes_on = awaits or any(one.startswith(behind) and one != behind for one in ids)
+            else:
+                special = vocabularies.reverse.special(own) if not text and not awaited + beyond else None
+                ended = ids.get(begun, size) if beyond and not text else size + 1
+                expected, goes_on = ended if special is None else special, False
+            assert found.get(own, table.other) == expected and (own in unfinished) == goes_on, (awaited, beyond, text)
 
 
 def test_splits_of_the_last_word_are_read_behind_the_words_before() -> None:
