@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import is_protobuf_available
+from transformers.utils.import_utils import is_protobuf_available
 
 import truedraft
 from models import ragged, tiny

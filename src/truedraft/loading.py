@@ -219,7 +219,7 @@ def _shape(shape: Collection[int]) -> str:
 
 
 def _unloadable(name: str, argument: str, source: Path | str, error: Exception) -> Refused:
-    from transformers.utils import is_protobuf_available
+    from transformers.utils.import_utils import is_protobuf_available
 
     where = "" if isinstance(source, Path) else " (no such folder here, so it was looked up on the hub)"
     reason = " ".join(why(error).strip().partition("\n")[0].split())

@@ -10,9 +10,8 @@ A text that goes on to a longer token does not count for its beginnings, and a d
 the string of t counts for t. Splits begin where the last word of the row does, and may cross the row's end.
 
 It wins where the tokenizers have few tokens in common and drafts are sampled, as `string-level-exact` has no
-probabilities, and most where the draft model's tokens are the longer ones. It is for short tokens and small
-vocabularies: a token of the target costs as many passes of the draft model as it has tokens of that, several in each,
-and Python work by the size of both vocabularies for each new string.
+probabilities, and most where the draft model's tokens are the longer ones. It is for short tokens: one of the target
+costs as many passes of the draft model as it has tokens of that, several in each, and Python work for each new string.
 """
 
 from __future__ import annotations
@@ -136,8 +135,8 @@ class FirstTokens:
         return Table(self._own[places], tokens, self.size + 1, later)
 
     def _beyond(self, beyond: bytes) -> Table:
-        """The table of a text that has gone on with these bytes: of the tokens that lead to longer ones of the target, and
-        where there are no bytes of all."""
+        """The table of a text that has gone on with these bytes: of the tokens that lead to longer ones of the target,
+        and where there are no bytes of all."""
         longer = [text[len(beyond) :] for text in self._target[slice(*_range(self._target, beyond))] if text != beyond]
         other = self.first(Place(b"", beyond))
         first, changes = torch.full((len(self._sorted),), other), set[int]()
