@@ -598,15 +598,13 @@ def test_a_draft_model_without_memory_for_a_new_row_keeps_the_others(monkeypatch
         first = added(engine, 0, 14, None, shared)
         engine.step()
         engine.step()
-        free, reserve = [True], shared._reader.target.reserve
+        free = [False]
 
-        def reserved(*sizes: int) -> None:
+        def checked(*sizes: int) -> None:
             if not free[0]:
                 raise NoRoom("as planned")
-            reserve(*sizes)
 
-        monkeypatch.setattr(shared._reader.target, "reserve", reserved)
-        free[0] = False
+        monkeypatch.setattr(shared._reader.target, "check_capacity", checked)
         second = added(engine, 1, 14, None, shared)
         third = added(engine, 2, 14, None, shared)
         engine.step()
@@ -615,3 +613,14 @@ def test_a_draft_model_without_memory_for_a_new_row_keeps_the_others(monkeypatch
         check(first, 0, 14, None)
         assert first.finish_reason in ("stop", "length")
         assert "error" in (second.finish_reason, third.finish_reason), "the reader never had to grow"
+
+
+def test_rows_are_not_drafted_for_where_memory_was_free_only_when_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: Any = drafter("draft-model", model())
+    fast = truedraft.accelerate(model(), draft=shared, control="fixed")
+    monkeypatch.setattr(shared._reader.target, "reserve", failing(nothing, 0, NoRoom))
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(
+        fast.generate(ids, max_new_tokens=8, do_sample=False), model().generate(ids, max_new_tokens=8, do_sample=False)
+    )
+    assert not any(emitted.offered for one in fast.report().passes for emitted in one.emitted)

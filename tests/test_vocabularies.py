@@ -14,7 +14,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.import_utils import is_protobuf_available
 
 import truedraft
 from models import ragged, tiny
@@ -24,15 +32,16 @@ from truedraft import Refused, registry
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._model import ModelDrafter
-from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, token_bytes
-from truedraft.loading import load
+from truedraft.drafters.models._vocabularies import Rendering, Vocabularies, by_bytes, token_bytes
+from truedraft.drafters.models.string_level_rejection import FirstTokens, Place
+from truedraft.loading import load, load_tokenizer
 from truedraft.tree import DraftTree, Row
 from vocabularies import spelling, turned
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDERS = {
     "llama": "weights/bitllama_3M", "letters": "weights/babyllama_tok105",
-    "gpt2": "tokenizers/gpt2", "neox": "tokenizers/gpt_neox_20B",
+    "gpt2": "tokenizers/gpt2", "neox": "tokenizers/gpt_neox_20B", "llama2": "tokenizers/llama2",
 }  # fmt: skip
 EMBEDDED = ("nano", "nano-gec")
 TEXTS = (
@@ -55,10 +64,19 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase:
         return load(name)[1]
     for folder in (SHARED / FOLDERS[name], SHARED / "data" / FOLDERS[name]):
         if folder.is_dir():
-            if name == "gpt2":
-                return GPT2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
-            return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+            if name == "llama2" and not is_protobuf_available():
+                pytest.skip("Llama 2 has a SentencePiece model alone, which transformers reads by protobuf")
+            kind = {"gpt2": GPT2Tokenizer, "llama2": LlamaTokenizer}.get(name, AutoTokenizer)
+            return kind.from_pretrained(folder)  # type: ignore[no-any-return]
     pytest.skip(f"{FOLDERS[name]} is not on this machine")
+
+
+@pytest.mark.skipif(is_protobuf_available(), reason="protobuf is there, which such tokenizers need")
+def test_a_tokenizer_of_sentencepiece_alone_names_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(Refused, match="its tokenizer is a SentencePiece model"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(("target", "draft"), permutations([*FOLDERS, *EMBEDDED], 2))
@@ -169,6 +187,36 @@ def test_a_draft_model_that_is_the_target_in_other_ids_is_right(name: str) -> No
     assert report.tokens / len(report.passes) > 4
 
 
+def test_a_draft_is_the_text_that_the_draft_model_goes_on_with_and_one_call_of_it() -> None:
+    """Up to a token without text, which ends it."""
+    model, mine, other = tiny("llama", torch.float32, vocabulary=27), spelling(54, pairs=27), spelling(54, 3, pairs=27)
+    small = tiny("llama", torch.float32, vocabulary=30, sharpen=2.0)
+    made: Any = registry.load("drafters", "string-level-exact", model=small, length=12, tokens=5)
+    made.own_tokenizer = other
+    fast = truedraft.accelerate(model, mine, draft=made, control="fixed")
+    target, propose, calls = made.reader.target, made.propose, list[str]()
+    for name in ("extend_tapped", "extend_greedily"):
+        passed = getattr(target, name)
+        setattr(target, name, lambda *given, name=name, passed=passed: (calls.append(name), passed(*given))[1])
+    asked, drafted = itertools.cycle((5, 2, 1)), list[int]()
+
+    def checked(rows: list[Row], budget: list[int]) -> list[DraftTree]:
+        budget = [next(asked)] * len(rows)
+        trees: list[DraftTree] = propose(rows, budget)
+        for row, tree in zip(rows, trees, strict=True):
+            own = torch.tensor([other.encode(mine.decode(row.tokens))])
+            whole = small.generate(own, attention_mask=torch.ones_like(own), max_new_tokens=12, do_sample=False)[0]
+            text = other.decode([*itertools.takewhile(len(other).__gt__, whole.tolist())])
+            assert text.startswith(mine.decode([*row.tokens, *tree.tokens[1:]])) and len(tree) - 1 <= budget[0]
+            drafted.append(len(tree) - 1)
+        return trees
+
+    made.propose = checked
+    fast.generate(**ragged(model, 2), max_new_tokens=30, do_sample=False)
+    assert calls == ["extend_greedily"] * len(calls) and len(calls) == len(drafted) // 2, "one call for both rows"
+    assert {1, 2, 5} <= set(drafted), "drafts reach their budgets"
+
+
 def first_token_law(
     model: PreTrainedModel, draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, text: str
 ) -> dict[int, float]:
@@ -222,6 +270,39 @@ def test_tokens_are_drawn_by_the_probabilities_of_their_strings(seed: int) -> No
             sharper = torch.tensor([law[token] for token in range(8)]).square()
             assert torch.allclose(tree.dist[node], sharper / sharper.sum(), atol=1e-5)
     assert max(map(len, trees[:2])) > 3
+
+
+PLACES = [
+    Place(b""), Place(b"", b" "), Place(b"", b" th"), Place(b"", b"\n"), Place(b"", b"\xff"), Place(b" "),
+    Place(b" the"), Place(b" there"), Place(b" Q"), Place(b"\xc3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "draft"), [("letters", "llama"), ("llama", "nano")])
+def test_what_a_token_makes_of_a_text_is_the_longest_token_that_it_begins_with(target: str, draft: str) -> None:
+    """By comparing some tokens of the draft model, special ones among them, with every token of the target."""
+    mine, other = tokenizer(target), tokenizer(draft)
+    vocabularies, size, own_size = Vocabularies(mine, other), len(mine), len(other) + 3
+    tables, own_texts = FirstTokens(vocabularies, size, own_size), token_bytes(other)
+    ids = by_bytes(mine, token_bytes(mine))
+    for awaited, beyond in PLACES:
+        table = tables.table(Place(awaited, beyond))
+        found = dict(zip(table.own.tolist(), table.first.tolist(), strict=True))
+        unfinished = set(table.own[table.unfinished].tolist())
+        spelled = [own for own, text in own_texts.items() if awaited.startswith(text) or text.startswith(awaited)]
+        for own in {*range(0, own_size, 37), *range(own_size - 9, own_size), *spelled[:: 1 + len(spelled) // 50]}:
+            text = own_texts.get(own, b"")
+            behind = (beyond + text)[len(awaited) :]
+            begun = max((one for one in ids if behind.startswith(one)), key=len, default=b"")
+            agrees, awaits = text[: len(awaited)] == awaited[: len(text)], len(text) < len(awaited)
+            if text and agrees:
+                expected = ids.get(begun, size)
+                goes_on = awaits or any(one.startswith(behind) and one != behind for one in ids)
+            else:
+                special = vocabularies.reverse.special(own) if not text and not awaited + beyond else None
+                ended = ids.get(begun, size) if beyond and not text else size + 1
+                expected, goes_on = ended if special is None else special, False
+            assert found.get(own, table.other) == expected and (own in unfinished) == goes_on, (awaited, beyond, text)
 
 
 def test_splits_of_the_last_word_are_read_behind_the_words_before() -> None:

@@ -219,12 +219,16 @@ def _shape(shape: Collection[int]) -> str:
 
 
 def _unloadable(name: str, argument: str, source: Path | str, error: Exception) -> Refused:
+    from transformers.utils.import_utils import is_protobuf_available
+
     where = "" if isinstance(source, Path) else " (no such folder here, so it was looked up on the hub)"
     reason = " ".join(why(error).strip().partition("\n")[0].split())
     if isinstance(error, ImportError):
         reason = reason.partition(". ")[0]
         if "sentencepiece" in reason.lower():
             reason += "; pip install 'truedraft[translate]'"
+    if "tiktoken" in reason and not is_protobuf_available():
+        reason = "its tokenizer is a SentencePiece model, which transformers reads by protobuf; pip install protobuf"
     return Refused(f"{argument} {name!r} cannot be loaded{where}: {reason}")
 
 

@@ -126,10 +126,13 @@ class CanvasTarget(ABC):
         """Positions that the model was trained for; None where its configuration names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    def check_capacity(self, rows: int, capacity: int) -> None:
+        """Raises NoRoom where a cache of these sizes does not fit in free memory."""
+        check_room(self.config, self.config.num_hidden_layers, rows, capacity, self.dtype, self.device)
+
     def _reserve(self, rows: int, capacity: int) -> None:
-        layers = self.config.num_hidden_layers
-        check_room(self.config, layers, rows, capacity, self.dtype, self.device)
-        self.cache = RowCache(layers, rows, capacity)
+        self.check_capacity(rows, capacity)
+        self.cache = RowCache(self.config.num_hidden_layers, rows, capacity)
         self.runner.attach(self.cache)
 
     def free(self) -> None:
@@ -334,6 +337,10 @@ class WholeTarget(CanvasTarget):
     def __init__(self, model: PreTrainedModel, layout: Layout, runtime: str = "auto", unmasked: bool = False):
         self.unmasked = unmasked
         super().__init__(model, layout, runtime)
+
+    def check_capacity(self, rows: int, capacity: int) -> None:
+        if self.batch_invariant:  # else there is no cache
+            super().check_capacity(rows, capacity)
 
     def reserve(self, rows: int, capacity: int, variants: int) -> None:
         if self.batch_invariant:

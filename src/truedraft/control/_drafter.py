@@ -19,7 +19,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
-REPLANNED = 8  # passes for which a plan holds as long as nothing is drafted: only costs of passes drift
+REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: only costs of passes drift
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -100,14 +100,17 @@ class DrafterState:
 
         total: rows in the pass. unchecked: whether what a pass without drafts costs has to be known first.
         """
+        plain, self._resumed = passes(total), not self.requested
+        if self.trials.exhausted(plain):
+            self.requested, self._age = self.trials.permits(False, plain), REPLANNED
+            return 0
         if self.requested or self._planned_for != (total, len(rows)) or self._age == REPLANNED:
             self._planned, self._planned_for, self._age = self._plan(rows, passes, total), (total, len(rows)), 0
         self._age += 1
         size, pays = self._planned
         if self._short >= IN_FULL and self.dear(passes):
             size = self.width
-        self._resumed = not self.requested
-        permitted = self.trials.permits(pays, passes(total))
+        permitted = self.trials.permits(pays, plain)
         self.requested = passes.measured and permitted and not unchecked
         if not self.requested:
             return 0

@@ -57,6 +57,10 @@ class TrialBudget:
         # bounded above so that bad drafts stop soon, and below so that better ones soon resume
         self._earned = min(max(self._earned - lost, -2 * CREDIT * plain), EARNED * plain)
 
+    def exhausted(self, plain: float) -> bool:
+        """Whether drafts are not permitted, whatever is expected of them."""
+        return self._left < 0 and self._earned < -CREDIT * plain
+
     def permits(self, pays: bool, plain: float) -> bool:
         """Whether to draft for the next pass. pays: whether the drafts are expected to pay."""
         self._solvent = pays and self._earned >= -CREDIT * plain

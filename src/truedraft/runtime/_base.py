@@ -37,6 +37,7 @@ class Runner(ABC):
     name: how it computes passes, as reports show it.
     batch_invariant: whether the logits of a node have the same bits whatever else is in the pass.
     padded: whether every row of a pass costs as many nodes as its widest tree has.
+    extent: the positions of a row in a cache are a multiple of it, so that calls of similar length can use it again.
     cold: whether the last pass was slower than later ones of its size, because it was captured first.
     cache: the one that passes read and write.
     on_read: called after each call over prompts of `prefill`, with its positions; None for nothing.
@@ -46,6 +47,7 @@ class Runner(ABC):
     cache: Any
     batch_invariant: ClassVar[bool] = False
     padded: ClassVar[bool] = True
+    extent: ClassVar[int] = 1
     cold: bool = False
     on_read: Callable[[int], None] | None = None
 
@@ -67,6 +69,11 @@ class Runner(ABC):
         Raises:
             NotCompilable: there is no such pass over this cache.
         """
+
+    def kept(self, rows: int, capacity: int) -> Any:
+        """The cache of an earlier call, emptied, where it is idle and large enough, and passes depend on it; else None,
+        and none is kept any more."""
+        return None
 
     def over(self, cache: Any) -> AbstractContextManager[None]:
         """A context in which passes read and write another cache: chosen entries of the attached one."""

@@ -113,6 +113,7 @@ class GraphPass(Runner):
     """
 
     name = "captured CUDA graphs"
+    extent = EXTENT
 
     def __init__(self, stock: ForwardPass, capture: Callable[[Run], Run]):
         self.stock, self._capture = stock, capture

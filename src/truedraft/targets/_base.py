@@ -197,6 +197,9 @@ class Target(Protocol):
             Refused: autocast is enabled, which only the model's own forward supports; nothing was computed.
         """
 
+    def check_capacity(self, rows: int, capacity: int) -> None:
+        """Raises NoRoom where a cache of these sizes does not fit in free memory."""
+
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that a decoder layer has in the cache, (slots, KV heads, capacity, head size) each, not
         copied; of a slot only what is committed may be read. Keys are rotated by their positions, see

@@ -25,7 +25,7 @@ from truedraft.runtime._base import GreedyChain, Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
-from truedraft.runtime.graphs import EXTENT, CudaGraphs, GraphPass
+from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
 from truedraft.runtime.weights import NotCompilable
@@ -246,11 +246,8 @@ class DecoderTarget(ViewPasses):
                 f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
                 "that you need, or accelerate(runtime='stock')"
             )
-        kept = None
-        if isinstance(self.runner, GraphPass):
-            capacity += -capacity % EXTENT  # so that calls of similar length reuse the cache and its graphs
-            kept = self.runner.kept(rows, capacity)
-        self.cache = self._with_room(rows, capacity) if kept is None else kept
+        kept = self.runner.kept(rows, capacity)
+        self.cache = self._with_room(rows, capacity + -capacity % self.runner.extent) if kept is None else kept
 
     def _with_room(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         """A cache, in the memory of the weights' copies if there is no other."""
@@ -265,6 +262,10 @@ class DecoderTarget(ViewPasses):
         check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
         made = IndexedCache if "indexed_attention" in self.layer_types else self._cache_class
         return made(self._cached_layers, rows, capacity)
+
+    def check_capacity(self, rows: int, capacity: int) -> None:
+        if self.runner.kept(rows, capacity) is None:
+            check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device, copies=self._copied)
 
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         kept = self._whole.layers[layer]

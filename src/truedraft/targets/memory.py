@@ -9,16 +9,17 @@ import torch
 
 from truedraft.caches.states import STATE_LAYERS, layer_kinds
 from truedraft.errors import NoRoom
+from truedraft.runtime.weights import Copies
 
 
 def check_room(
     config: Any, layers: int, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    remedy: str = "lower max_new_tokens or the batch size", beside: int = 0,
+    remedy: str = "lower max_new_tokens or the batch size", beside: int = 0, copies: Copies | None = None,
 ) -> None:  # fmt: skip
     """Raises NoRoom where keys and values of that many rows and positions, and `beside` bytes, do not fit in free
-    memory."""
+    memory, nor in that of `copies` too."""
     need, free = cache_bytes(config, layers, rows, capacity, dtype) + beside, free_memory(device)
-    if need > free:
+    if need > free and need > free + (copies.bytes if copies else 0):
         of = f"{rows} rows x {capacity} positions" + (f" with {beside:,} bytes of prefixes" if beside else "")
         raise NoRoom(f"the KV cache of {of} needs {need:,} bytes, {free:,} are free: {remedy}")
 

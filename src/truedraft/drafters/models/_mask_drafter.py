@@ -59,6 +59,10 @@ class MaskDrafter(PositionsDrafter):
     def start(self, rows: Sequence[Row]) -> None:
         self.reader.start(rows, self.depth)
 
+    def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        drafts = any(budget) and self.reader.reserve()
+        return super().propose(rows, budget if drafts else [0] * len(rows))
+
     def deepest(self, row: Row) -> int:
         return min(self.depth, self.reader.reach(row))
 

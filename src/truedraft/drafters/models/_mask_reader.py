@@ -14,7 +14,7 @@ from truedraft.canvas.layout import FIELD, Layout, layout_of
 from truedraft.canvas.targets import CanvasTarget, Variant
 from truedraft.drafters.models._reader import check_device
 from truedraft.drafters.models._vocabularies import sized
-from truedraft.errors import Refused
+from truedraft.errors import NoRoom, Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Row
 
@@ -38,6 +38,8 @@ class MaskReader:
         self._hosted: CanvasTarget | None = None
         self._forget()
         self._running: set[Row] = set()
+        self._needed = (0, 0)  # slots and positions to reserve; (0, 0) for as many as there are
+        self._fitting = (0, 0)  # those for which there was memory
 
     def _forget(self) -> None:
         """Nothing is reserved, and nothing read."""
@@ -81,20 +83,34 @@ class MaskReader:
             self._forget()
 
     def start(self, rows: Sequence[Row], more: int) -> None:
-        """Reserve cache for new rows, with `more` masks beyond the end of a row.
+        """Admit new rows, with `more` masks beyond the end of a row; cache is reserved once a draft is requested.
 
         Raises:
-            NoRoom: it does not fit in memory; rows that run already are not affected.
+            NoRoom: a cache larger than those before would not fit in memory; rows that run already are not affected.
         """
-        self._host()
         self._running |= set(rows)
-        (slots, room), count = self._reserved, len(self._running)
-        capacity = max(row.prompt + row.room for row in self._running) + more
+        count, capacity = len(self._running), more + max(row.prompt + row.room for row in self._running)
+        self._needed = count, capacity
+        if self._fitting[0] < count or self._fitting[1] < capacity:
+            self.target.check_capacity(count, capacity)
+            self._fitting = count, capacity
+
+    def reserve(self) -> bool:
+        """Reserve cache for all rows that were started, unless there is; false where memory is too short by now."""
+        if self._needed == (0, 0):
+            return self._reserved != (0, 0)
+        self._host()
+        (slots, room), (count, capacity) = self._reserved, self._needed
         if slots < count or room < capacity:
             size = (max(count, 2 * slots), max(capacity, room))
-            self.target.reserve(*size, 0)
+            try:
+                self.target.reserve(*size, 0)
+            except NoRoom:
+                return False
             self._forget()  # what was read is read again
             self._reserved = size
+        self._needed = (0, 0)
+        return True
 
     def end(self, row: Row) -> None:
         """The row is finished; its slot is freed by the next pass, or when the last row ends."""

@@ -108,17 +108,14 @@ class NestedReader(Reader):
                 behind[0].seconds += max(one.seconds - self.overhead, 0.0)
                 del self.exits[place]
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        for slot in reversed([slot for slot, row in enumerate(self.slot_rows) if row not in rows]):
-            self._release(slot)
+    def _prefill(self, rows: Sequence[Row]) -> None:
         cache: Any = self._cache
         for row in rows:
-            if row not in self.slot_rows and self.fits(row, 0):
-                cache.lengths.append(0)
-                self.slot_rows.append(row)
-                self.written.append([])
-                self._confirmed.append(0)
-                self._progress.append(Progress([0] * len(self.exits)))
+            cache.lengths.append(0)
+            self.slot_rows.append(row)
+            self.written.append([])
+            self._confirmed.append(0)
+            self._progress.append(Progress([0] * len(self.exits)))
 
     @property
     def _cache(self) -> Any:

@@ -72,6 +72,8 @@ class Reader:
         self.written: list[list[int]] = []
         self._confirmed: list[int] = []  # leading tokens of `written` that the row emitted
         self._running: set[Row] = set()
+        self._begun = False  # whether rows were started since cache was last reserved
+        self._fitting = (0, 0)  # slots and positions for which there was memory
         self._hosted: Target | None = None
         self._branches: dict[int, Branch] = {}  # of the trees that are growing, by slot
 
@@ -115,13 +117,15 @@ class Reader:
             self._hosted = made
 
     def start(self, rows: Sequence[Row], more: int) -> None:
-        """Reserve cache for new rows, with `more` tokens for drafts beyond the end of a row.
+        """Admit new rows, with `more` tokens for drafts beyond the end of a row.
+
+        Cache is reserved, and the model compared with the one that was hosted, once a draft is requested: short calls
+        often go without.
 
         Raises:
-            NoRoom: it does not fit in memory; rows that run already are not affected.
+            NoRoom: a cache larger than those before would not fit in memory; rows that run already are not affected.
             Refused: the draft model has an encoder, and a row's source is not given as token ids.
         """
-        self._host()
         if self.target.reads_sources:
             for row in rows:
                 if not row.source:
@@ -130,15 +134,22 @@ class Reader:
                         "generate() input_ids, each row with a token or more, or another drafter"
                     )
         self._running |= set(rows)
-        self._more = more + CHUNK
-        self._reserve(len(self._running), max(map(self._longest, self._running)))
-        self._width = max((len(row.source) for row in self._running if self.fits(row, 0)), default=0)
+        self._begun, self._more = True, more + CHUNK
+        count, capacity = len(self._running), self._more + max(row.prompt + row.room for row in self._running)
+        if self._fitting[0] < count or self._fitting[1] < capacity:
+            self.target.check_capacity(count, capacity)
+            self._fitting = count, capacity
 
-    def _reserve(self, count: int, length: int) -> None:
-        """Reserve cache for so many rows of a length, and drafts for them, unless there is; raises NoRoom."""
-        slots, room = self.target.reserved
-        if slots < count or room < length + self._more:
-            self.target.reserve(slots if slots >= count else max(count, 2 * slots), length + self._more)
+    def _reserve(self) -> None:
+        """Reserve cache for all running rows, and drafts for them, unless there is; raises NoRoom."""
+        length_of = self.texts.length
+        if self._begun:
+            self._begun, length_of = False, self._longest
+            self._host()
+        count, (slots, room) = len(self._running), self.target.reserved
+        if slots < count or room < max(map(length_of, self._running)) + self._more:
+            longest = max(map(self._longest, self._running))
+            self.target.reserve(slots if slots >= count else max(count, 2 * slots), longest + self._more)
             self._clear()  # what was read is read again
 
     def _longest(self, row: Row) -> int:
@@ -173,19 +184,22 @@ class Reader:
         )
 
     def admit(self, rows: Sequence[Row]) -> None:
-        """Free the slots of all other rows, and prefill those of these that are new and fit, without the pending
-        token."""
+        """Free the slots of all other rows, and read those of these that are new and fit, without the pending token."""
+        with suppress(NoRoom):  # then rows that are longer than expected are not drafted for
+            self._reserve()
         for slot in reversed([slot for slot, row in enumerate(self.slot_rows) if row not in rows]):
             self._release(slot)
-        new = [row for row in rows if row not in self.slot_rows and self.fits(row, 0)]
-        if new:
-            texts = [self.texts.text(row) for row in new]
-            self.target.prefill(self.target.prompts(new, texts, self._width))
-            self.slot_rows += new
-            self.written += [text[:-1] for text in texts]
-            self._confirmed += [
-                min(self.texts.settled(row), len(text) - 1) for row, text in zip(new, texts, strict=True)
-            ]
+        if new := [row for row in rows if row not in self.slot_rows and self.fits(row, 0)]:
+            self._prefill(new)
+
+    def _prefill(self, rows: Sequence[Row]) -> None:
+        """Read the tokens of new rows, without the pending one."""
+        texts = [self.texts.text(row) for row in rows]
+        width = max(len(row.source) for row in self._running if self.fits(row, 0))
+        self.target.prefill(self.target.prompts(rows, texts, width))
+        self.slot_rows += rows
+        self.written += [text[:-1] for text in texts]
+        self._confirmed += [min(self.texts.settled(row), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
 
     def _release(self, slot: int) -> None:
         """Free a slot; the last slot in use is moved into it."""
@@ -201,8 +215,6 @@ class Reader:
         after: by row, drafted tokens to read behind its own.
         """
         self._settle()
-        with suppress(NoRoom):  # then rows that are longer than expected are not drafted for
-            self._reserve(len(rows), max(map(self.texts.length, rows)))
         self.admit(rows)
         drafted = dict(zip(rows, after, strict=bool(after)))
         self.follow(

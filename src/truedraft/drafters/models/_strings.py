@@ -38,7 +38,7 @@ class StringDrafter(ContinuingModelDrafter):
 
     def _rendered(self, vocabularies: Vocabularies, target: Target) -> RenderedTexts:
         """The rows in the draft model's tokens."""
-        return RenderedTexts(vocabularies)
+        return RenderedTexts(vocabularies, self.reader.vocab_size)
 
     def unread(self, row: Row, after: Sequence[int], read: int) -> list[int]:
         return self._texts.text(row, after)[read:]

@@ -269,10 +269,14 @@ class RowTexts:
 
 
 class RenderedTexts(RowTexts):
-    """The same as a draft model with another tokenizer reads them, which drafts its own tokens."""
+    """The same as a draft model with another tokenizer reads them, which drafts its own tokens.
 
-    def __init__(self, vocabularies: Vocabularies):
-        self.vocabularies = vocabularies
+    Args:
+        own_size: logits of the draft model.
+    """
+
+    def __init__(self, vocabularies: Vocabularies, own_size: int):
+        self.vocabularies, self._own_size = vocabularies, own_size
         self._renderings: dict[Row, Rendering] = {}
 
     def rendering(self, row: Row, after: Sequence[int] = ()) -> Rendering:
@@ -293,6 +297,18 @@ class RenderedTexts(RowTexts):
     def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
         return logits
 
+    def columns(self, most: int) -> Tensor | int:
+        return self._own_size
+
+    def own_of(self, tokens: Iterable[int]) -> list[int]:
+        """The draft model's tokens without text: a special token of the target ends the text that is drafted, as all of
+        these do."""
+        return self._textless
+
+    @cached_property
+    def _textless(self) -> list[int]:
+        return [own for own in range(self._own_size) if not self.vocabularies.reverse.text_of(own)]
+
 
 class SharedTexts(RenderedTexts):
     """The same, where the tokens that both have are drafted.
@@ -302,7 +318,7 @@ class SharedTexts(RenderedTexts):
     """
 
     def __init__(self, vocabularies: Vocabularies, size: int, own_size: int):
-        super().__init__(vocabularies)
+        super().__init__(vocabularies, own_size)
         self.shared = {t: own for t, own in vocabularies.shared.items() if t < size and own < own_size}
         self.vocabulary = DraftVocabulary(size, torch.tensor(sorted(self.shared)))
         self._others = torch.tensor([self.shared[token] for token in sorted(self.shared)])

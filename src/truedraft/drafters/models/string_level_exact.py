@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.models._strings import StringDrafter
-from truedraft.tree import DraftTree
+from truedraft.tree import DraftTree, Row
 
 
 @dataclass
@@ -47,6 +48,19 @@ class StringLevelExact(StringDrafter):
 
     def room(self, budget: int) -> int:
         return self.length if budget > 0 else 0
+
+    def _growing(self, row: Row, budget: int, after: Sequence[int] = ()) -> GrowingTree:
+        growing = super()._growing(row, budget, after)
+        if growing.frontier:  # a draft is no longer than the text of its budget and a token more
+            each = self._texts.length(row) / len(row.tokens)
+            growing.room = min(growing.room, ceil(each * (growing.budget + 1)))
+        return growing
+
+    def _grown(self, growing: Sequence[GrowingTree]) -> list[DraftTree]:
+        ready = [tree for tree in growing if tree.frontier]
+        if ready and self.reader.decode_greedily(ready, self.confidence):
+            return [self.finished(tree) for tree in growing]
+        return super()._grown(growing)
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         (node,), token = nodes, int(laws[0].argmax())

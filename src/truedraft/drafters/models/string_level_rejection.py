@@ -10,15 +10,14 @@ A text that goes on to a longer token does not count for its beginnings, and a d
 the string of t counts for t. Splits begin where the last word of the row does, and may cross the row's end.
 
 It wins where the tokenizers have few tokens in common and drafts are sampled, as `string-level-exact` has no
-probabilities, and most where the draft model's tokens are the longer ones. It is for short tokens and small
-vocabularies: a token of the target costs as many passes of the draft model as it has tokens of that, several in each,
-and Python work by the size of both vocabularies for each new string.
+probabilities, and most where the draft model's tokens are the longer ones. It is for short tokens: one of the target
+costs as many passes of the draft model as it has tokens of that, several in each, and Python work for each new string.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Draws, Row
 
 LAST_WORD = 64  # tokens of the draft model in the row's last word, read again for each draft; a longer one has no draft
-TABLES = 4096  # kept, one per string
+ENTRIES = 1 << 22  # of the tables that are kept, one per string
 
 
 class Place(NamedTuple):
@@ -49,14 +48,16 @@ class Place(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What the next token of the draft model makes of a text.
+    """What the next token of the draft model makes of a text: the first token of the target behind the row. V where it
+    is not begun, V + 1 where the text is another than the row's.
 
-    first: (n,) by that token, the first token of the target behind the row; V where it is not begun, V + 1 where the
-        text is another than the row's.
-    unfinished: tokens behind which that may change.
+    own: (n,) tokens of the draft model. first: (n,) by these. other: by all others.
+    unfinished: (m,) indices into `own` of tokens behind which that may change.
     """
 
+    own: Tensor
     first: Tensor
+    other: int
     unfinished: Tensor
 
 
@@ -72,11 +73,15 @@ class FirstTokens:
         texts = token_bytes(vocabularies.target)
         self._tokens = {text: t for text, t in by_bytes(vocabularies.target, texts).items() if t < size}
         self._beginnings = {text[:n] for text in self._tokens for n in range(len(text))}
+        self._target = sorted(self._tokens)
         self._texts = {own: text for own, text in token_bytes(vocabularies.draft).items() if own < own_size}
-        self._sorted = sorted((text, own) for own, text in self._texts.items())
+        order = sorted(self._texts, key=self._texts.__getitem__)
+        self._sorted, self._own = [self._texts[own] for own in order], torch.tensor(order, dtype=torch.long)
         specials = {own: vocabularies.reverse.special(own) for own in range(own_size) if own not in self._texts}
         self._specials = {own: t for own, t in specials.items() if t is not None and t < size}
+        self._begun = self._beyond(b"")  # made before the first draft: it has all tokens
         self._tables: dict[Place, Table] = {}
+        self._entries = 0  # of the tables
 
     def advanced(self, place: Place, own: int) -> Place | None:
         """The place after one more token; None where the text is then another than the row's, or ends."""
@@ -105,42 +110,63 @@ class FirstTokens:
         return True
 
     def table(self, place: Place) -> Table:
-        if (kept := self._tables.get(place)) is not None:
+        if (kept := self._begun if place == Place(b"") else self._tables.get(place)) is not None:
             return kept
-        ended = self.first(place) if place.beyond else self.size + 1
-        first, unfinished = torch.full((self.own_size,), ended), []
-        if place == Place(b""):
-            for own, token in self._specials.items():
-                first[own] = token
-        for own in self._decisive(place):
-            later = self.advanced(place, own)
-            assert later is not None
-            first[own] = self.first(later)
-            if self.unfinished(later):
-                unfinished.append(own)
-        if len(self._tables) >= TABLES:
+        made = self._awaiting(place.awaited) if place.awaited else self._beyond(place.beyond)
+        if self._entries > ENTRIES:
             self._tables.clear()
-        self._tables[place] = Table(first, torch.tensor(unfinished, dtype=torch.long))
-        return self._tables[place]
+            self._entries = 0
+        self._tables[place] = made
+        self._entries += len(made.own)
+        return made
 
-    def _decisive(self, place: Place) -> Iterable[int]:
-        """The tokens with texts that the row's allows, without those that leave the first token as it is."""
-        awaited, beyond = place
-        for n in range(1, len(awaited)):
-            yield from self._spelled(awaited[:n], exactly=True)
-        if awaited or not beyond:
-            yield from self._spelled(awaited)
-        else:
-            for byte in range(256):
-                if (longer := beyond + bytes([byte])) in self._beginnings or longer in self._tokens:
-                    yield from self._spelled(bytes([byte]))
+    def _awaiting(self, awaited: bytes) -> Table:
+        """The table of a text that still has to spell these bytes."""
+        first, unfinished = dict[int, int](), list[int]()
+        begun = [self._spelled(awaited[:n], exactly=True) for n in range(1, len(awaited))]
+        for at in (i for some in (*begun, self._spelled(awaited)) for i in some):
+            beyond = self._sorted[at][len(awaited) :]
+            if beyond in self._beginnings:
+                unfinished.append(len(first))
+            first[at] = self.first(Place(b"", beyond))
+        places, tokens, later = (
+            torch.tensor([*some], dtype=torch.long) for some in (first, first.values(), unfinished)
+        )
+        return Table(self._own[places], tokens, self.size + 1, later)
 
-    def _spelled(self, text: bytes, exactly: bool = False) -> list[int]:
-        """The tokens whose texts begin with, or are, a text."""
-        found = self._sorted
-        start = bisect_left(found, text, key=lambda one: one[0])
-        end = bisect_right(found, text, start, key=lambda one: one[0] if exactly else one[0][: len(text)])
-        return [own for _, own in found[start:end]]
+    def _beyond(self, beyond: bytes) -> Table:
+        """The table of a text that has gone on with these bytes: of the tokens that lead to longer ones of the target,
+        and where there are no bytes of all."""
+        longer = [text[len(beyond) :] for text in self._target[slice(*_range(self._target, beyond))] if text != beyond]
+        other = self.first(Place(b"", beyond))
+        first, changes = torch.full((len(self._sorted),), other), set[int]()
+        for rest in sorted(longer, key=len):
+            start, end = _range(self._sorted, rest)
+            first[start:end] = self._tokens[beyond + rest]
+        for begun in {rest[:n] for rest in longer for n in range(1, len(rest))}:
+            changes.update(self._spelled(begun, exactly=True))
+        at, unfinished = first != other, torch.tensor(sorted(changes), dtype=torch.long)
+        at[unfinished] = True
+        if not beyond:
+            at[:] = True
+        (places,) = at.nonzero(as_tuple=True)
+        table = Table(self._own[places], first[places], other, torch.searchsorted(places, unfinished))
+        if beyond:
+            return table
+        own, tokens = (torch.tensor([*some], dtype=torch.long) for some in (self._specials, self._specials.values()))
+        return Table(torch.cat([table.own, own]), torch.cat([table.first, tokens]), self.size + 1, table.unfinished)
+
+    def _spelled(self, text: bytes, exactly: bool = False) -> range:
+        """Where, in the order of texts, the tokens are whose texts begin with, or are, a text."""
+        start, end = _range(self._sorted, text)
+        return range(start, bisect_right(self._sorted, text, start, end) if exactly else end)
+
+
+def _range(texts: Sequence[bytes], beginning: bytes) -> tuple[int, int]:
+    """The first and the last of sorted texts that begin with these bytes, and one more."""
+    start, kept = bisect_left(texts, beginning), beginning.rstrip(b"\xff")
+    behind = kept[:-1] + bytes([kept[-1] + 1]) if kept else b""  # the least text that is behind all of these
+    return start, bisect_left(texts, behind, start) if behind else len(texts)
 
 
 @dataclass(eq=False)
@@ -149,7 +175,11 @@ class Splits:
 
     drafted: the target's tokens. node: the last of them. text: the draft model's tokens up to the root of its tree.
     below: node of that tree -> token -> the child with it.
-    base: node of the draft model's tree where the splits of the next token begin, at this `place`.
+    unread: nodes of the draft model's tree, where the splits of the next token begin or go on, each with its place and
+        the probability of its path; their distributions are not in `psi` yet.
+    psi: (V + 2,) probabilities of the next token, by the splits that have been read, not normalised.
+    unfinished: tokens of the draft model behind which its first token may change, the likeliest of each node: their
+        probabilities, nodes and ids, their places, and the token that they count for.
     left: nodes that may still be read to follow these.
     """
 
@@ -157,8 +187,9 @@ class Splits:
     text: list[int]
     node: int = 0
     below: dict[int, dict[int, int]] = field(default_factory=dict)
-    base: int = 0
-    place: Place = Place(b"")
+    unread: list[tuple[int, Place, float]] = field(default_factory=list)
+    psi: Tensor = field(default_factory=lambda: torch.empty(0))
+    unfinished: list[tuple[float, int, int, Place, int]] = field(default_factory=list)
     left: int = 0
 
 
@@ -203,10 +234,10 @@ class StringLevelRejection(StringDrafter):
 
     def _rendered(self, vocabularies: Vocabularies, target: Target) -> RenderedTexts:
         self._first = FirstTokens(vocabularies, target.vocabulary, self.reader.vocab_size)
-        return SettledTexts(vocabularies)
+        return SettledTexts(vocabularies, self.reader.vocab_size)
 
     def laws(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        return super().laws(rows, drafts, logits.double()).cpu()
+        return super().laws(rows, drafts, logits).cpu()
 
     def _growing(self, row: Row, budget: int, after: Sequence[int] = ()) -> GrowingTree:
         growing = super()._growing(row, budget, after)
@@ -223,9 +254,9 @@ class StringLevelRejection(StringDrafter):
         growing.laws.update(zip(nodes, laws, strict=True))
         growing.frontier = []
         while not growing.frontier:
-            psi, growing.frontier = self._psi(growing)
+            growing.frontier = self._psi(growing)
             if not growing.frontier:
-                path = self._drafted(growing, psi)
+                path = self._drafted(growing)
                 if not path:
                     return
                 growing.frontier = [node for node in path if node not in growing.laws]
@@ -243,12 +274,14 @@ class StringLevelRejection(StringDrafter):
             if (child := self._child(growing, path[-1], token)) is None:
                 return []
             path.append(child)
-        splits.base, splits.place, splits.left = path[-1], Place(b""), self.nodes
+        base, place = path[-1], Place(b"")
         if words >= begun:
             stripped = rendering.first and rendering.word and rendering.vocabularies.reverse.strips
-            place = Place(b" " + rendering.word if stripped else rendering.word)
-            if self._first.spelled(place, whole[words:]):
-                splits.base, splits.place = path[words - begun], place
+            awaited = Place(b" " + rendering.word if stripped else rendering.word)
+            if self._first.spelled(awaited, whole[words:]):
+                base, place = path[words - begun], awaited
+        splits.unread, splits.unfinished, splits.left = [(base, place, 1.0)], [], self.nodes
+        splits.psi = torch.zeros(self._first.size + 2, dtype=torch.float64)
         return path
 
     def _child(self, growing: GrowingTree, node: int, own: int) -> int | None:
@@ -261,37 +294,54 @@ class StringLevelRejection(StringDrafter):
         found: int = below[own]
         return found
 
-    def _psi(self, growing: GrowingTree) -> tuple[Tensor, list[int]]:
-        """(V,) probabilities of the next token, by the splits that have been read, not normalised; and nodes to read
-        before it is drafted."""
-        splits, first = growing.state, self._first
-        psi = torch.zeros(first.size + 2, dtype=torch.float64)
-        unfinished: list[tuple[float, int, int]] = []
-        read = [(splits.base, splits.place, 1.0)]
-        for node, place, probability in read:
-            table, weights = first.table(place), growing.laws[node] * probability
-            for own, child in splits.below.get(node, {}).items():
-                later = first.advanced(place, own)
-                if child in growing.laws and later is not None and first.unfinished(later):
-                    read.append((child, later, float(weights[own])))
-                    weights[own] = 0.0
-            psi.index_add_(0, table.first, weights)
-            most = weights[table.unfinished].topk(min(self.beam, len(table.unfinished)))
-            owns = table.unfinished[most.indices].tolist()
-            unfinished += [(value, node, own) for value, own in zip(most.values.tolist(), owns, strict=True)]
-        least = self.least * float(psi[: first.size + 1].sum())
+    def _psi(self, growing: GrowingTree) -> list[int]:
+        """Add the nodes that have been read to `psi`; returns those to read before the next token is drafted."""
+        splits = growing.state
+        for node, place, probability in splits.unread:  # which grows
+            self._add(growing, node, place, probability)
+        splits.unread.clear()
+        least = self.least * float(splits.psi[: self._first.size + 1].sum())
         followed = []
-        for value, node, own in sorted(unfinished, reverse=True)[: min(self.beam, splits.left)]:
+        for one in sorted(splits.unfinished, reverse=True)[: min(self.beam, splits.left)]:
+            value, node, own, place, token = one
             if value > 0 and value >= least and (child := self._child(growing, node, own)) is not None:
                 followed.append(child)
+                splits.unfinished.remove(one)
+                splits.unread.append((child, place, value))
+                splits.psi[token] -= value
         splits.left -= len(followed)
-        return psi[: first.size], followed
+        return followed
 
-    def _drafted(self, growing: GrowingTree, psi: Tensor) -> list[int]:
-        """Draft a token by psi, and begin the splits of the one behind it; see `_begun`."""
+    def _add(self, growing: GrowingTree, node: int, place: Place, probability: float) -> None:
+        """Add the distribution at a node to `psi`, but for the tokens that were read behind it."""
+        splits, law, table = growing.state, growing.laws[node], self._first.table(place)
+        weights = law[table.own].double() * probability
+        other = float(law.sum(dtype=torch.float64)) * probability - float(weights.sum())
+        values, at = weights[table.unfinished].topk(
+            min(self.nodes + len(splits.below.get(node, ())), len(table.unfinished))
+        )
+        places = table.unfinished[at]
+        found = zip(values.tolist(), table.own[places].tolist(), table.first[places].tolist(), strict=True)
+        likeliest = {own: (value, token) for value, own, token in found}
+        for own, child in splits.below.get(node, {}).items():
+            later = self._first.advanced(place, own)
+            if child in growing.laws and later is not None and self._first.unfinished(later):
+                value = float(law[own]) * probability
+                splits.unread.append((child, later, value))
+                weights[table.own == own] = 0.0
+                likeliest.pop(own, None)
+        splits.psi.index_add_(0, table.first, weights)
+        splits.psi[table.other] += max(other, 0.0)
+        for own, (value, token) in likeliest.items():
+            later = self._first.advanced(place, own)
+            assert later is not None
+            splits.unfinished.append((value, node, own, later, token))
+
+    def _drafted(self, growing: GrowingTree) -> list[int]:
+        """Draft a token by `psi`, and begin the splits of the one behind it; see `_begun`."""
         splits, row = growing.state, growing.row
-        drafted, node = splits.drafted, splits.node
-        scores = (psi / psi.max()).log().float().to(self.reader.target.device)
+        drafted, node, psi = splits.drafted, splits.node, splits.psi[: self._first.size].clamp_(min=0.0)
+        scores = (psi / psi.max()).float().log().to(self.reader.target.device)
         law = laws_of([row], [drafted.path(node)], scores[None])[0]
         drafted.end_level(drafted.add(node, self.chosen(drafted, node, law), law))
         if not drafted.frontier:
