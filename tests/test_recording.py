@@ -117,11 +117,11 @@ def test_weights_are_read_from_the_lines(tmp_path: Path) -> None:
     assert weights_of(data, "reward") == [0.5, 2.0] and weights_of(data, "accepted") == [4.0, 1.0]
     for spoilt in ({"reward": -1}, {"reward": "1"}, {"reward": None}, {"reward": True}, {"reward": float("nan")}):
         data.write_text(json.dumps({**line, **spoilt}))
-        with pytest.raises(Refused, match="--weights reward: line 1 of .* does not have"):
+        with pytest.raises(Refused, match=r"--weights reward: line 1 of .* does not have"):
             weights_of(data, "reward")
     for without in ("accepted", "response_ids"):
         data.write_text(json.dumps({name: value for name, value in line.items() if name != without}))
-        with pytest.raises(Refused, match="--weights accepted: line 1 of .* does not have what `truedraft serve"):
+        with pytest.raises(Refused, match=r"--weights accepted: line 1 of .* does not have what `truedraft serve"):
             weights_of(data, "accepted")
 
 

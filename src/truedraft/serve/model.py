@@ -74,6 +74,18 @@ class ServedModel:
             return drafter_of(None)
         return self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
 
+    def replace(self, drafter: Drafter) -> None:
+        """Draft by another drafter, which gets the outputs that the default one keeps, in its place for requests that
+        begin from now on. In the engine's thread.
+
+        drafter: one that is bound to the model.
+        """
+        for other, own in zip(drafter.memories(), self.fast.drafter.memories(), strict=True):
+            other.copy(own)
+        with self._lock:
+            self.fast.drafter = self._plain[self.config.draft] = drafter
+            self._composed.clear()
+
     def drafter(self, name: str | None, copies: bool, constrained: bool) -> Drafter:
         """The drafter of a request; made at the first request of its kind, and shared by later ones.
 

@@ -197,8 +197,8 @@ def _texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], responses: Sequence[Given | None], most: int,
     how: Responding, ends: Sequence[int],
 ) -> list[tuple[int, Line]]:  # fmt: skip
-    """A decoder's lines with something to predict, cut at their end, and their places. Texts end with an end token; token ids as they
-    do."""
+    """A decoder's lines with something to predict, cut at their end, each with its place. Texts end with an end token;
+    token ids as they do."""
     texts = [response or "" for response in responses if not isinstance(response, list)]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     answers = _merged(responses, [[*answer, *ends[:1]] for answer in encoded])
