@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from served import generated, paused, running, until
 from test_recording import posted
 from truedraft import Refused, assets
 from truedraft.cli import main
-from truedraft.drafters.models.draft_model import DraftModel
 from truedraft.loading import load
 from truedraft.serve import learning
 from truedraft.serve.config import ServeConfig
@@ -159,6 +157,10 @@ def test_a_better_one_takes_the_place_of_the_drafter_and_a_worse_one_never(tmp_p
         until(lambda: len(outcome.lines) == 4 and (runs / "0002").is_dir() and not (runs / "0001").exists())
         assert 10 <= len(outcome.lines[3]) <= 11, "only what was recorded since"
         assert outcome.starts == ["nano-draft"] * 3 + [str(runs / "0001")]
+        served = server.server.model
+        assert served.drafter(None, False, False) is model.drafter
+        for made in (model.drafter, served.drafter(None, True, False).parts[-1]):  # type: ignore[attr-defined]
+            assert made.model.config.name_or_path == str(runs / "0002")
         late = posted(server.url, **{**body, "max_tokens": 60})["choices"][0]["text"]
     (expected,) = generated(model, "Once upon a time", max_new_tokens=60, do_sample=False)
     assert late == model.tokenizer.decode(expected, skip_special_tokens=True) and plain.startswith(late)
@@ -180,9 +182,8 @@ def test_outputs_that_are_kept_go_over(tmp_path: Path, outcome: Outcome) -> None
 
 def test_a_folder_is_for_one_server_and_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     model = fast()
-    with running(model, **settings(tmp_path)):
-        with pytest.raises(Refused, match="another server trains there"):
-            running(model, **settings(tmp_path)).__enter__()
+    with running(model, **settings(tmp_path)), pytest.raises(Refused, match="another server trains there"):
+        running(model, **settings(tmp_path)).__enter__()
     for changes, message in (
         ({"train_knobs": "layers=3"}, "model= is continued in its own shape"),
         ({"train_knobs": "depth=3"}, "the training of draft-model has no knob"),

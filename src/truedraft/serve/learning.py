@@ -212,7 +212,7 @@ class Learning(threading.Thread):
         spec = replaced(self.config.draft, self.part.spec, self.part.with_checkpoint(folder))
         with defaults():
             drafter = fitted(registry.load("drafters", spec), self.model.fast.target, self.model.fast.tokenizer)
-        self.model.replace(drafter)
+        self.model.replace(drafter, spec)
         self.current = str(folder)
 
     # ---------------------------------------------------------------- the thread
