@@ -95,13 +95,7 @@ def train_drafter(
         (held, trained), (_, often) = held_out(lines), held_out([weights[i] for i in places] if weights else [])
         training = _Training(learner, model, out, read, held, batch)
         with model.device:
-            begun = None
-            if state is not None:
-                training.best = state["best"]
-            elif resume or start is not None:
-                begun = training.initial()
-            else:
-                training.prepare(trained)
+            begun = training.begin(trained, state, continued=resume or start is not None)
             size = sum(p.numel() for p in learner.module.parameters())
             mixture = f" and {len(others):,} texts" if others else ""
             report(f"{size:,} weights, {len(trained):,} lines{mixture} to train on, {len(held):,} held out")
@@ -147,11 +141,22 @@ class _Training:
     best: float = 0.0
     feed: Feed | None = None
 
-    def prepare(self, lines: Sequence[Line]) -> None:
-        """Set the module up for the lines to train on."""
+    @torch.no_grad()
+    def begin(self, lines: Sequence[Line], state: dict[str, Any] | None, continued: bool) -> Metrics | None:
+        """Set the module up for the lines to train on; its figures before, where weights are trained on from which no
+        run with a state goes on."""
+        if state is not None:
+            self.best = _number(state["best"])
+            return None
+        if continued:
+            self.learner.module.eval()
+            figures = self.validate()
+            self.best = _number(figures["tokens_per_pass"])
+            return figures
         tokens = torch.tensor([*chain.from_iterable(map(self.read.predicted, lines))])
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         self.learner.prepare(tokens.bincount(minlength=vocabulary))
+        return None
 
     def validate(self) -> Metrics:
         tokens: Metrics = {"tokens": self.feed.tokens} if self.feed is not None else {}
@@ -159,14 +164,6 @@ class _Training:
             **tokens,
             **self.learner.evaluate(map(self.read, sorted_groups(self.held, self.batch, self.read.width))),
         }
-
-    @torch.no_grad()
-    def initial(self) -> Metrics:
-        """Figures before training is continued."""
-        self.learner.module.eval()
-        figures = self.validate()
-        self.best = _number(figures["tokens_per_pass"])
-        return figures
 
     def save(self, run: Run) -> None:
         """Write the checkpoint where it is the best so far, then the run's state and its picture."""
