@@ -117,6 +117,8 @@ def test_a_better_one_takes_the_place_of_the_drafter_and_a_worse_one_never(tmp_p
     model = fast()
     first, runs = model.drafter, tmp_path / "runs"
     with running(model, **settings(tmp_path)) as server:
+        served = server.server.model
+        composed = served.drafter(None, True, False)  # for a request with references
         ask(server.url, 9)
         outcome.rates = [1.5, 1.4, 1.5]
         ask(server.url, 1)
@@ -157,8 +159,7 @@ def test_a_better_one_takes_the_place_of_the_drafter_and_a_worse_one_never(tmp_p
         until(lambda: len(outcome.lines) == 4 and (runs / "0002").is_dir() and not (runs / "0001").exists())
         assert 10 <= len(outcome.lines[3]) <= 11, "only what was recorded since"
         assert outcome.starts == ["nano-draft"] * 3 + [str(runs / "0001")]
-        served = server.server.model
-        assert served.drafter(None, False, False) is model.drafter
+        assert served.drafter(None, False, False) is model.drafter and served.drafter(None, True, False) is not composed
         for made in (model.drafter, served.drafter(None, True, False).parts[-1]):  # type: ignore[attr-defined]
             assert made.model.config.name_or_path == str(runs / "0002")
         late = posted(server.url, **{**body, "max_tokens": 60})["choices"][0]["text"]
@@ -229,3 +230,23 @@ def test_a_training_ends_with_its_server(tmp_path: Path, monkeypatch: pytest.Mon
         ask(server.url, 10)
         until(lambda: made)
     assert made[0].poll() is not None and not (tmp_path / "runs" / WORK).exists()
+
+
+def test_what_a_failed_training_leaves_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails after a validation that was better."""
+    monkeypatch.setattr(learning, "POLL", 0.02)
+    made: list[Path] = []
+
+    def started(command: list[str], **_: Any) -> Any:
+        made.append(out := Path(command[command.index("--out") + 1]))
+        shutil.copytree(assets.path("nano-draft"), out)
+        (out / "log.jsonl").write_text('{"tokens_per_pass": 1.5}\n{"tokens_per_pass": 1.6}\n')
+        return SimpleNamespace(pid=-1, poll=lambda: 1, returncode=1)
+
+    monkeypatch.setattr(learning.subprocess, "Popen", started)
+    model = fast()
+    first = model.drafter
+    with running(model, **settings(tmp_path)) as server:
+        ask(server.url, 10)
+        until(lambda: made and not made[0].exists())
+    assert model.drafter is first and not (tmp_path / "runs" / "0001").exists()
