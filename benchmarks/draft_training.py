@@ -5,10 +5,10 @@
 
 Fresh draft models of one shape learn from the same lines, in the same order, for as many steps, from the same seed;
 with `--halves` also one by `ce` for half of the steps, and by `tvd++` for the other half, from a learning rate of
-`--second`. Some lines are held out: from the ends of their prompts text is generated greedily and sampled at temperature 1, with chains of
-`--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over the held-out responses of
-sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the seconds are counts, which do
-not depend on other load.
+`--second`. Some lines are held out: from the ends of their prompts text is generated greedily and sampled at
+temperature 1, with chains of `--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over
+the held-out responses of sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the
+seconds are counts, which do not depend on other load.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--heads", type=Path, help="folder where heads are kept")
     parser.add_argument("--targets", nargs="+", default=[names[0] for names in PAIRS], help="rows of others are kept")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="rows of others are kept")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
                 print(f"{names[0]} is not on this machine: left out")
                 continue
             model, tokenizer = load(places[0])
-            for mode in MODES:
+            for mode in args.modes:
                 out = (args.heads or Path(folder)) / f"{names[0]}-{mode}"
                 head = trained(model, tokenizer, places[1], mode, texts[:LINES], out, args.minutes)
                 small = load(places[1])[0]
