@@ -4,11 +4,11 @@
     python benchmarks/draft_training.py --data lines.jsonl --out RUNS [--json benchmarks/results/draft_training.json]
 
 Fresh draft models of one shape learn from the same lines, in the same order, for as many steps, from the same seed;
-with `--halves` also one by `ce` for half of the steps, and by `tvd++` for the other half, from a learning rate of
-`--second`. Some lines are held out: from the ends of their prompts text is generated greedily and sampled at
-temperature 1, with chains of `--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over
-the held-out responses of sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the
-seconds are counts, which do not depend on other load.
+with `--then` the one by `ce` goes on for half as many steps by other losses, from a learning rate of `--second`. Some
+lines are held out: from the ends of their prompts text is generated greedily and sampled at temperature 1, with chains
+of `--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over the held-out responses of
+sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the seconds are counts, which do
+not depend on other load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from truedraft.train.drafter import held_out, train_drafter
 from truedraft.train.loop import Plan
 from truedraft.train.responses import Responding, given_responses
 
-TOGETHER = ("ce", "tvd++")  # the losses of a run in two halves
+FIRST = "ce"  # the loss from whose model others go on
 
 
 def learner(**knobs: Any) -> Any:
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce", "kl", "tvd", "tvd++"])
-    parser.add_argument("--halves", action="store_true", help="also ce, then tvd++")
+    parser.add_argument("--then", nargs="*", choices=LOSSES, default=[], help=f"losses that go on from {FIRST}")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--steps", type=int, default=240)
@@ -109,14 +109,13 @@ def main() -> None:
     results: dict[str, Any] = {}
     if args.json and args.json.exists():  # of other losses
         results = json.loads(args.json.read_text())["losses"]
-    for name in [*args.losses, *([", ".join(TOGETHER)] if args.halves else [])]:
+    for name in [*args.losses, *(f"{FIRST}, {loss}" for loss in args.then)]:
         began, out = time.process_time(), args.out / name.replace(", ", "-").replace("+", "p")  # + joins drafters
         if name in args.losses:
             train(args, out, name, args.steps, args.lr, **shape)
         else:
-            first = args.out / "half"
-            train(args, first, TOGETHER[0], args.steps // 2, args.lr, **shape)
-            train(args, out, TOGETHER[1], args.steps // 2, args.second, model=str(first))
+            train(args, args.out / FIRST, FIRST, args.steps, args.lr, **shape)
+            train(args, out, name.partition(", ")[2], args.steps // 2, args.second, model=str(args.out / FIRST))
         seconds = time.process_time() - began
         results[name] = {
             **measure(args, out, held),
