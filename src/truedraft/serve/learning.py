@@ -190,11 +190,15 @@ class Learning(threading.Thread):
         learner = registry.built(self.part.learner, f"the training of {self.part.training}", spec, _knobs(spec))
         learner.tokenizer = self.model.fast.tokenizer
         frozen = [weight.requires_grad for weight in target.parameters()]
-        with target.device:
-            learner.begin(target)
-            learner.restore(Path(self.current), target)
-        for weight, before in zip(target.parameters(), frozen, strict=True):
-            weight.requires_grad_(before)
+        try:
+            with target.device:
+                learner.begin(target)
+                learner.restore(Path(self.current), target)
+        except Refused as e:
+            raise Refused(f"train_knobs={self.config.train_knobs!r}, to train {self.current} on: {e}") from e
+        finally:
+            for weight, before in zip(target.parameters(), frozen, strict=True):
+                weight.requires_grad_(before)
 
     def _numbers(self) -> list[int]:
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
