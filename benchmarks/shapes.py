@@ -6,13 +6,15 @@ Tokens per pass by the number of drafted tokens are predicted by replay, from th
 then other prompts are decoded with the same drafts, each text that of `model.generate`. Costs of a token are in passes
 of the draft model, where a pass of the target costs 5, 10, 20 or 50 of them, and are counted. With `--seconds`, on an
 idle machine, the tokens per second that `truedraft shapes` predicts of times and replay are compared with those of
-decoding. Prompts are beginnings of paragraphs of TinyStories.
+decoding. Prompts are beginnings of paragraphs of stories that `nano` was not trained on, nor what is distilled from it
+on the prompts of `tools/head_prompts.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 import truedraft
-from stopping import STORIES, counted, paragraphs
+from stopping import STORIES, WORDS, counted
 from truedraft import registry
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
@@ -34,13 +36,22 @@ from truedraft.train.shapes import BATCH, described, level_seconds, pass_seconds
 RATIOS = (5, 10, 20, 50)
 
 
+def beginnings() -> list[str]:
+    """Of paragraphs of the stories that `tools/train_nano.py` holds out."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+    from train_nano import held_out, stories
+
+    texts = [paragraph.split() for story in stories(STORIES) if held_out(story) for paragraph in story.split("\n\n")]
+    return list(dict.fromkeys(" ".join(words[:WORDS]) for words in texts if len(words) > 2 * WORDS))
+
+
 class Pair:
     """A target with prompts to predict from, and others to decode."""
 
     def __init__(self, target: str, prompts: int, tokens: int, most: int):
         self.model, self.tokenizer = load(target)
         self.tokens, self.most = tokens, most
-        texts = paragraphs()
+        texts = beginnings()
         fast = truedraft.accelerate(self.model, self.tokenizer, draft=None)
         with tempfile.TemporaryDirectory() as folder:
             self.lines = target_responses(
