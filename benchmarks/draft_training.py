@@ -4,9 +4,9 @@
     python benchmarks/draft_training.py --data lines.jsonl --out RUNS [--json benchmarks/results/draft_training.json]
 
 Fresh draft models of one shape learn from the same lines, in the same order, for as many steps, from the same seed;
-with `--halves` also one by `ce` for half of the steps, and by `tvd++` for the other half. Every hundredth line is
-held out: from the ends of their prompts text is generated greedily and sampled at temperature 1, with chains of
-`--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over the held-out responses of
+with `--then` the one by `ce` goes on for half as many steps by other losses, from a learning rate of `--second`. Some
+lines are held out: from the ends of their prompts text is generated greedily and sampled at temperature 1, with chains
+of `--length` drafted in full, and compared with `model.generate`. `overlap` is the mean over the held-out responses of
 sum_x min(p(x), q(x)), the rate at which rejection sampling accepts. All figures but the seconds are counts, which do
 not depend on other load.
 """
@@ -29,18 +29,18 @@ from truedraft.drafters._losses import LOSSES
 from truedraft.files import write_whole
 from truedraft.loading import load
 from truedraft.train.batches import Reader, sorted_groups
-from truedraft.train.drafter import HELD_OUT, train_drafter
+from truedraft.train.drafter import held_out, train_drafter
 from truedraft.train.loop import Plan
 from truedraft.train.responses import Responding, given_responses
 
-TOGETHER = ("ce", "tvd++")  # the losses of a run in two halves
+FIRST = "ce"  # the loss from whose model others go on
 
 
 def learner(**knobs: Any) -> Any:
     return registry.method("drafters", "draft-model").learner(**knobs)
 
 
-def train(args: argparse.Namespace, out: Path, loss: str, steps: int, **knobs: Any) -> None:
+def train(args: argparse.Namespace, out: Path, loss: str, steps: int, lr: float, **knobs: Any) -> None:
     """Train a draft model for `nano`, unless the folder has it."""
     if (out / "model.safetensors").exists():
         return
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace, out: Path, loss: str, steps: int, **knobs: A
     model, tokenizer = load("nano")
     _, sources, answers = lines_of(args.data)
     made = learner(loss_name=loss, **knobs)
-    plan = Plan(minutes=1e6, steps=steps, every=1e6, lr=args.lr, seed=args.seed)
+    plan = Plan(minutes=1e6, steps=steps, every=1e6, lr=lr, seed=args.seed)
     train_drafter(made, model, tokenizer, sources, out, plan, answers=answers, batch=args.batch)
 
 
@@ -88,12 +88,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce", "kl", "tvd", "tvd++"])
-    parser.add_argument("--halves", action="store_true", help="also ce, then tvd++")
+    parser.add_argument("--then", nargs="*", choices=LOSSES, default=[], help=f"losses that go on from {FIRST}")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--second", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt, at most")
@@ -104,18 +105,17 @@ def main() -> None:
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer, draft=None)
     _, sources, answers = lines_of(args.data)
-    held = given_responses(fast, tokenizer, sources, answers, print, Responding())[::HELD_OUT]
+    held, _ = held_out(given_responses(fast, tokenizer, sources, answers, print, Responding()))
     results: dict[str, Any] = {}
     if args.json and args.json.exists():  # of other losses
         results = json.loads(args.json.read_text())["losses"]
-    for name in [*args.losses, *([", ".join(TOGETHER)] if args.halves else [])]:
+    for name in [*args.losses, *(f"{FIRST}, {loss}" for loss in args.then)]:
         began, out = time.process_time(), args.out / name.replace(", ", "-").replace("+", "p")  # + joins drafters
         if name in args.losses:
-            train(args, out, name, args.steps, **shape)
+            train(args, out, name, args.steps, args.lr, **shape)
         else:
-            first = args.out / "half"
-            train(args, first, TOGETHER[0], args.steps // 2, **shape)
-            train(args, out, TOGETHER[1], args.steps // 2, model=str(first))
+            train(args, args.out / FIRST, FIRST, args.steps, args.lr, **shape)
+            train(args, out, name.partition(", ")[2], args.steps // 2, args.second, model=str(args.out / FIRST))
         seconds = time.process_time() - began
         results[name] = {
             **measure(args, out, held),

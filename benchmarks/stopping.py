@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }  # fmt: skip
 UNIT = 1e-3  # seconds of a pass of the draft model, by the clock
-WORDS, LINES = 12, 160  # of a prompt; prompts to train on
+WORDS = 12  # of a prompt
 
 
 class Clock:
@@ -136,7 +136,7 @@ def trained(model: Any, tokenizer: Any, small: str, mode: str, prompts: list[str
         learner = registry.method("drafters", "specdec-pp").learner(model=small, temperature=temperature)
         how = Responding(max_new_tokens=64, temperature=temperature)
         train_drafter(
-            learner, model, tokenizer, prompts, out, Plan(minutes=minutes, lr=3e-3, every=minutes / 4), how=how
+            learner, model, tokenizer, prompts, out, Plan(minutes=minutes, lr=3e-3, every=minutes / 8), how=how
         )
     return out
 
@@ -169,10 +169,12 @@ def paragraphs() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=4.5, help="of training, for each head")
+    parser.add_argument("--lines", type=int, default=1200, help="prompts to train each head on")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--heads", type=Path, help="folder where heads are kept")
     parser.add_argument("--targets", nargs="+", default=[names[0] for names in PAIRS], help="rows of others are kept")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="rows of others are kept")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
@@ -187,9 +189,9 @@ def main() -> None:
                 print(f"{names[0]} is not on this machine: left out")
                 continue
             model, tokenizer = load(places[0])
-            for mode in MODES:
+            for mode in args.modes:
                 out = (args.heads or Path(folder)) / f"{names[0]}-{mode}"
-                head = trained(model, tokenizer, places[1], mode, texts[:LINES], out, args.minutes)
+                head = trained(model, tokenizer, places[1], mode, texts[: args.lines], out, args.minutes)
                 small = load(places[1])[0]
                 held = texts[-args.prompts :]
                 rows = measured(names, model, tokenizer, small, head, mode, held, args.tokens)

@@ -1,11 +1,12 @@
 """Shapes of drafts from one draft model: tokens per pass and speed of each, and pictures of the trees.
 
-    python benchmarks/trees.py [--pairs TARGET DRAFT ...] [--stretched SIZE] [--dtype bfloat16] --json FILE [--svg FILE]
+    python benchmarks/trees.py [--pairs TARGET DRAFT ...] [--stretched SIZE] [--dtype bfloat16] [--counts] --json FILE
 
 Every method decodes the same prompts greedily, in rounds, with drafts in full and under cost control. Speeds are
 medians of ratios to truedraft without drafts, on the same prompt in the same round. `theory` is the speed if nothing
 but the passes of both models took time; `level_ms` is what drafting takes beside these, per pass of the draft model.
-`--stretched` makes the target larger, with the same text (`bench/stretched.py`), in a dtype.
+`--stretched` makes the target larger, with the same text (`bench/stretched.py`), in a dtype. `--counts` leaves out all
+that depends on time, for machines that do other work: rows of drafts in full, without their speeds.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ METHODS = (
     "gumbel-top-k", "cs-drafting",
 )  # fmt: skip
 CONTROLS = ("fixed", "cost")
+COUNTED = ("target", "draft", "way", "exact", "tokens_per_pass")
 PASSES = ("extend_tapped", "extend_greedily", "score", "prefill")  # of a draft model's target
 X, Y = 46, 44  # of a picture: from node to node, and from level to level
 
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--counts", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
@@ -187,6 +190,8 @@ def main() -> None:
             larger = stretched(model.to(getattr(torch, args.dtype)), layers=layers, hidden=hidden)
             model, name = larger, f"{name}, {args.stretched}, {args.dtype}"
         rows, drafts = measured(model, tokenizer, (name, draft), args.methods, args.tokens, args.rounds)
+        if args.counts:
+            rows = [{name: row[name] for name in COUNTED} for row in rows if "cost" not in row["way"]]
         found["rows"] += rows
         for row in rows:
             print(row, flush=True)

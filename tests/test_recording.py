@@ -20,7 +20,7 @@ from served import running
 from test_train import _many_held_out, plan, target, tokenizer, trained  # noqa: F401
 from truedraft import Refused
 from truedraft.cli import main
-from truedraft.cli.train import lines_of
+from truedraft.cli.train import lines_of, weights_of
 from truedraft.drafters._learned import WEIGHTS
 from truedraft.loading import load
 from truedraft.serve.record import Recorder
@@ -109,14 +109,33 @@ def test_a_checkpoint_is_replaced_by_a_better_one_alone(tmp_path: Path) -> None:
     assert any((weights(better)[name] != weight).any() for name, weight in weights(little).items())
 
 
+def test_weights_are_read_from_the_lines(tmp_path: Path) -> None:
+    """Rewards as they are, and of what was recorded tokens per pass."""
+    data = tmp_path / "data.jsonl"
+    line = {"prompt_ids": [3], "response_ids": [4, 5, 6, 7], "accepted": [2, 1], "reward": 0.5}
+    data.write_text(f"{json.dumps(line)}\n\n{json.dumps({**line, 'accepted': [], 'reward': 2})}\n")
+    assert weights_of(data, "reward") == [0.5, 2.0] and weights_of(data, "accepted") == [4.0, 1.0]
+    for spoilt in ({"reward": -1}, {"reward": "1"}, {"reward": None}, {"reward": True}, {"reward": float("nan")}):
+        data.write_text(json.dumps({**line, **spoilt}))
+        with pytest.raises(Refused, match=r"--weights reward: line 1 of .* does not have"):
+            weights_of(data, "reward")
+    for without in ("accepted", "response_ids"):
+        data.write_text(json.dumps({name: value for name, value in line.items() if name != without}))
+        with pytest.raises(Refused, match=r"--weights accepted: line 1 of .* does not have what `truedraft serve"):
+            weights_of(data, "accepted")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["eagle", "--from", "X", "--resume"], "--from X: --resume goes on from the checkpoint in --out"),
         (["learn2pd", "--from", "X"], "--from X: learn2pd is trained from its beginning"),
+        (["eagle", "--weights", "reward"], "--weights reward: the data has them of its own responses"),
+        (["eagle", "--weights", "loss"], "--weights loss: choose none, reward or accepted"),
+        (["learn2pd", "--weights", "reward", "--labels", "given"], "--weights reward: learn2pd learns from what"),
     ],
 )
-def test_what_cannot_be_started_from_is_refused(
+def test_what_cannot_be_trained_on_is_refused(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (data := tmp_path / "data").write_text("w5 w6\n")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 from xml.etree import ElementTree
@@ -28,7 +30,7 @@ from truedraft.bench.plots import Panel, picture
 from truedraft.cli import main
 from truedraft.drafters._learned import WEIGHTS, Batch, Learner, Metrics, read_learnt
 from truedraft.train import drafter, loop, responses
-from truedraft.train.batches import Feed, Line, Reader, both_sides, sorted_groups
+from truedraft.train.batches import Feed, Line, Reader, both_sides, mixed, shuffled, sorted_groups
 from truedraft.train.checkpoints import STATE, read_state
 from truedraft.train.curves import drawn
 from truedraft.train.drafter import CURVES, LOG, train_drafter
@@ -125,7 +127,8 @@ def trained(out: Path, learner: Guess | None = None, **knobs: Any) -> tuple[Gues
     learner = Guess() if learner is None else learner
     defaults: dict[str, Any] = dict(plan=plan(), batch=160, how=Responding(9), report=lambda text: None)
     torch.manual_seed(4)
-    return learner, train_drafter(learner, target(), tokenizer(), texts(30), out, **{**defaults, **knobs})
+    sources = knobs.pop("sources", texts(30))
+    return learner, train_drafter(learner, target(), tokenizer(), sources, out, **{**defaults, **knobs})
 
 
 # ---------------------------------------------------------------- batches
@@ -194,6 +197,46 @@ def test_a_feed_continues_where_it_was() -> None:
 
 
 # ---------------------------------------------------------------- responses
+
+
+def test_lines_are_drawn_as_often_as_their_weights() -> None:
+    """Of 400 rounds, each line as often as its weight, with a mean of 1; texts that are mixed in have none."""
+    items: list[Line] = [([i], [i]) for i in range(4)]
+    weights = drafter.scaled([0.0, 1.0, 2.0, 5.0])
+    assert weights == [0.0, 0.5, 1.0, 2.5]
+    drawn = Counter(line[0][0] for line in islice(shuffled(items, 3, weights), 1600))
+    assert [drawn[i] / 400 for i in range(4)] == pytest.approx(weights, abs=0.06)
+    for even in (shuffled(items, 3), shuffled(items, 3, [1.0] * 4)):
+        assert sorted(islice(even, 4)) == sorted(islice(even, 4)) == items
+    others = Counter(line[0][0] for line in islice(mixed(items, [([9], [9])], 0.5, 1, weights), 2000))
+    assert others[0] == 0 and others[9] == pytest.approx(1000, abs=80)
+    with pytest.raises(Refused, match="--weights: all lines to train on have the weight 0"):
+        drafter.scaled([0.0, 0.0])
+
+
+def test_weights_are_those_of_the_lines_that_are_kept(tmp_path: Path) -> None:
+    """Lines without weight are not trained on, wherever other lines were left out: here the first of three."""
+    seen: list[list[int]] = []
+
+    class Seen(Guess):
+        def loss(self, batch: Batch) -> Tensor:
+            seen.extend([row[row != 0].tolist() for row in batch.ids])
+            return super().loss(batch)
+
+    sources = [text for _ in range(10) for text in ("", "w9", "w11")]
+    answers = [text for _ in range(10) for text in ("w9", "w10", "w12")]
+    trained(tmp_path, Seen(), sources=sources, answers=answers, weights=[5.0, 0.0, 1.0] * 10)
+    assert {tuple(ids) for ids in seen} == {(11, 12, END)}
+
+
+def test_few_lines_are_held_out_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty lines, but at most a tenth, and at most MOST."""
+    monkeypatch.setattr(drafter, "HELD_OUT", 100)
+    held = {count: len(drafter.held_out(range(count))[0]) for count in (50, 200, 500, 2000, 5000, 40000)}
+    assert held == {50: 5, 200: 20, 500: 20, 2000: 20, 5000: 50, 40000: 200}
+    for count in (1, 50, 2000):
+        parts = drafter.held_out(range(count))
+        assert sorted({*parts[0], *parts[1]}) == [*range(count)] and (count == 1 or not {*parts[0]} & {*parts[1]})
 
 
 def test_responses_are_those_of_the_model_alone(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),
     "staged": lambda document: figures.staged(),
+    "draft-training": lambda document: figures.draft_training(),
+    "shapes": lambda document: figures.shapes(),
     "shared-drafters": lambda document, part: figures.shared_drafters(part),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),

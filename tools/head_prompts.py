@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, required=True)
     parser.add_argument("--plays", type=Path, required=True)
     parser.add_argument("--count", type=int, default=6000)
+    parser.add_argument("--kinds", nargs="+", choices=SHARES, default=list(SHARES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -43,11 +44,11 @@ def main() -> None:
 
 
 def prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[str, str]]:
-    """`args.count` prompts, each with its kind, in random order."""
+    """`args.count` prompts of `args.kinds`, each with its kind, in random order."""
     rng, corpus = random.Random(args.seed), Corpus(args, tokenizer)
     texts = {kind: corpus.snippets[kind][False] for kind in ("story", "python")}
     texts["play"] = [text for text in plays(args.plays) if not held_out(text)]
-    for kind in rng.choices(list(SHARES), list(SHARES.values()), k=args.count):
+    for kind in rng.choices(args.kinds, [SHARES[kind] for kind in args.kinds], k=args.count):
         if kind == "edit":
             yield kind, tokenizer.decode(corpus.edit(rng, False, LONGEST)[0])
         else:

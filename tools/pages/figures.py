@@ -175,6 +175,36 @@ def shared_drafters(part: str) -> list[str]:
     )  # fmt: skip
 
 
+def draft_training() -> list[str]:
+    """Tokens per pass of draft models of one shape by the losses that trained them."""
+    ways = ("greedy", "seeded", "rejection")
+    found: dict[str, dict[str, Any]] = json.loads((RESULTS / "draft_training.json").read_text("utf-8"))["losses"]
+    rows = [
+        [loss.replace(", ", ", then "), *(_rounded(one[way]) for way in ways), f"{one['overlap']:.3f}"]
+        for loss, one in found.items()
+    ]
+    return _table(["loss", "greedy", "sampled, `seeded`", "sampled, `rejection`", "overlap"], rows)
+
+
+def shapes() -> list[str]:
+    """What replay predicts of draft models, and what decoding counts: tokens per pass, and the best number to draft."""
+    file = json.loads((RESULTS / "shapes.json").read_text("utf-8"))
+    by: dict[str, list[dict[str, Any]]] = {}
+    for one in file["rows"]:
+        by.setdefault(one["draft"], []).append(one)
+    rows = []
+    for draft, own in by.items():
+        cells = [f"`{draft}`", f"{own[0]['layers']} x {own[0]['width']}"]
+        cells += [f"{own[k - 1]['predicted']:.2f}, {own[k - 1]['measured']:.2f}" for k in (1, 4, 8)]
+        for ratio in ("10", "50"):
+            best = {side: min(own, key=lambda one: one[f"{side}_costs"][ratio]) for side in ("predicted", "measured")}
+            costs = [f"{best[side][f'{side}_costs'][ratio]:.2f} ({best[side]['length']})" for side in best]
+            cells.append(", ".join(costs))
+        rows.append(cells)
+    drafted = [f"drafting {k}" for k in (1, 4, 8)]
+    return _table(["draft model", "shape", *drafted, "cost at 10", "cost at 50"], rows)
+
+
 def views(part: str) -> list[str]:
     """What views cost, how often their drafts are accepted, and the speed of text that they draft."""
     found = _results("views", part)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 LEARNING_RATE = 3e-3
 SHARE = 0.1  # of --texts; published
+WEIGHTS = ("reward", "accepted")  # of given responses, by what a line has
 FINE_TUNING = {"dparallel": 3e-4}  # learning rates of policies for which a whole model is trained
 
 
@@ -43,6 +44,13 @@ def train(
             "without one is a text of its own."
         ),
     ] = "target",
+    weights: Annotated[
+        str,
+        Option(
+            help='Of the given responses, by which each is trained on more or less often: none; reward, the "reward" '
+            "of its line; or accepted, the tokens per pass that were recorded."
+        ),
+    ] = "none",
     texts: Annotated[
         Path | None,
         Option(help="Texts to mix in, a line each, plain or .gz: all of their tokens are predicted, for decoders."),
@@ -82,10 +90,11 @@ def train(
     """
     rates = {"--minutes": minutes, "--every": every, "--lr": LEARNING_RATE if lr is None else lr}
     _check_numbers({**rates, "--batch": batch, "--max-new-tokens": max_new_tokens}, temperature, max_length)
-    _check_choices(labels, device)
+    _check_choices(labels, weights, device)
     policy = _policy(drafter)
     _check_texts(text_share, texts, policy)
     _check_start(start, resume, policy)
+    _check_weights(weights, labels, policy)
     check_seeds([seed])
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is not a folder: name another")
@@ -94,6 +103,7 @@ def train(
     loading.check(target, argument="--target")
     numbers, sources, answers = lines_of(data, ids=policy is None)
     others = [] if texts is None else _texts(texts)
+    often = [] if weights == "none" else weights_of(data, weights)
     use_threads(threads)
     import torch
 
@@ -127,16 +137,18 @@ def train(
         raise Refused(f"--data {data}: line {line} has no tab followed by an answer, which --labels given needs")
     train_drafter(
         learner, _placed(model, device), tokenizer, sources, out, plan,
-        answers=answers if labels == "given" else None,
+        answers=answers if labels == "given" else None, weights=often,
         texts=others, share=text_share or SHARE, how=Responding(max_new_tokens, max_length, temperature, chat, seed),
         batch=batch, resume=resume, start=start,
     )  # fmt: skip
     print(f"{out}: use it as --draft {_draft(registry.parsed(drafter)[0], out)}")
 
 
-def _check_choices(labels: str, device: str) -> None:
+def _check_choices(labels: str, weights: str, device: str) -> None:
     if labels not in ("target", "given"):
         raise Refused(f"--labels {labels}: choose target or given")
+    if weights not in ("none", *WEIGHTS):
+        raise Refused(f"--weights {weights}: choose none, {' or '.join(WEIGHTS)}")
     if device not in DEVICES:
         raise Refused(f"--device {device}: choose one of {', '.join(DEVICES)}")
 
@@ -166,6 +178,14 @@ def _check_start(start: Path | None, resume: bool, policy: str | None) -> None:
         raise Refused(f"--from {start}: --resume goes on from the checkpoint in --out: give one of the two")
     if start is not None and policy is not None:
         raise Refused(f"--from {start}: {policy} is trained from its beginning: leave it out")
+
+
+def _check_weights(weights: str, labels: str, policy: str | None) -> None:
+    """Raises Refused where responses have no weights."""
+    if weights != "none" and policy is not None:
+        raise Refused(f"--weights {weights}: {policy} learns from what the model decodes alone: leave it out")
+    if weights != "none" and labels != "given":
+        raise Refused(f"--weights {weights}: the data has them of its own responses: give --labels given, or none")
 
 
 def _policy(spec: str) -> str | None:
@@ -265,3 +285,28 @@ def _entry(path: Path, number: int, line: str, ids: bool) -> tuple[Any, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise Refused(f'--data {path}: line {number} is not {{"prompt": TEXT}} with an optional "response": TEXT')
+
+
+def weights_of(path: Path, kind: str) -> list[float]:
+    """The weights of the lines of a file, as `lines_of` reads them: `reward`, a number that each has, or `accepted`,
+    the tokens per pass with which its response was emitted.
+
+    Raises:
+        Refused: a line does not have it.
+    """
+    from truedraft.files import read_lines
+
+    found = []
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+                tokens = len(entry["response_ids"]) if kind == "accepted" else 0
+                weight = entry["reward"] if kind == "reward" else tokens / (tokens - sum(entry["accepted"]))
+                if type(weight) not in (int, float) or not 0 <= weight < inf:
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, ZeroDivisionError):
+                needs = '"reward": NUMBER, from 0 on' if kind == "reward" else "what `truedraft serve --record` keeps"
+                raise Refused(f"--weights {kind}: line {number} of {path} does not have {needs}") from None
+            found.append(float(weight))
+    return found

@@ -32,6 +32,7 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError, of_refusal, of_validation
 from truedraft.serve.formats import Format
 from truedraft.serve.keys import Keys, authenticated
+from truedraft.serve.learning import Learning
 from truedraft.serve.live import add_page
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.metrics import Metrics
@@ -77,6 +78,7 @@ class Server:
         self.loop = EngineLoop(
             self._engine, observer, config.max_waiting, config.max_rows_per_namespace, config.stream_interval
         )
+        self.learning = None if config.train is None else Learning(self.model, self.loop, config)
         self.draining, self.started = False, time.time()
 
     def _engine(self) -> Any:
@@ -240,7 +242,11 @@ def create_app(fast: Accelerated | AcceleratedCanvas, config: ServeConfig, keys:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.loop.attach(asyncio.get_running_loop())
         server.loop.start()
+        if server.learning is not None:
+            server.learning.start()
         yield
+        if server.learning is not None:
+            await run_in_threadpool(server.learning.stop)
         server.loop.stop()
         await run_in_threadpool(server.loop.join)
 

@@ -49,6 +49,16 @@ class ServeConfig:
     control: str = _setting("cost", "Draft size: cost (what pays here) or fixed (always full).")
     memory: Path | None = _setting(None, "A file of earlier outputs, read at the start and written at the end.")
     record: Path | None = _setting(None, "A file to keep prompts and responses in, to train drafters on.")
+    train: Path | None = _setting(
+        None, "A folder: train the drafter on what is recorded; a better one takes its place."
+    )
+    train_every: int = _setting(500, "Responses that are recorded before each training.", 10)
+    train_minutes: float = _setting(10.0, "Minutes of a training.", 1e-3)
+    train_threads: int = _setting(1, "Threads of a training, which has the lowest priority.", 1)
+    train_knobs: str = _setting("", "Knobs of the training, as in DRAFTER:knob=value of truedraft train.")
+    train_weights: str = _setting(
+        "none", "Train on responses equally often, or as their tokens per pass: accepted.", among=("none", "accepted")
+    )
     reference: dict[str, Path] = _setting({}, "NAME=PATH of a text that requests may name as a reference; repeatable.")
 
     threads: int | None = _setting(None, "Threads to use; by default torch's choice.", 1)
@@ -100,6 +110,20 @@ class ServeConfig:
             raise Refused("MODEL is missing: name a model, or give model= in the config file")
         if self.replicas > 1 and not self.ray:
             raise Refused(f"replicas={self.replicas} needs Ray: give --ray")
+        if self.train is not None:
+            self._check_training()
+
+    def _check_training(self) -> None:
+        """Raises Refused where a drafter cannot be trained beside the server."""
+        given = f"train={str(self.train)!r}"
+        if self.record is None:
+            raise Refused(f"{given} trains on what is recorded: give record= a file as well")
+        if self.ray:
+            raise Refused(f"{given}: replicas would train each for itself: leave it out, or ray")
+        if self.quantize is not None:
+            raise Refused(f"{given} needs the model's own weights: leave it out, or quantize={self.quantize!r}")
+        if self.view is not None:
+            raise Refused(f"{given} trains for the model, and view={self.view!r} is another: leave one out")
 
     @property
     def name(self) -> str:

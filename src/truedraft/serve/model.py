@@ -64,6 +64,7 @@ class ServedModel:
         self.end_ids: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self.files = {name: self.encoded(_read(path), False) for name, path in config.reference.items()}
         self._plain = {name: self._loaded(name) for name in config.drafts}
+        self._specs = {name: name for name in config.drafts}  # what is loaded where a request has more to draft from
         self._composed: dict[str, Drafter] = {}
         self._responses: dict[str, OrderedDict[str, array[int]]] = {}
         self._remembered: Counter[str] = Counter()
@@ -73,6 +74,19 @@ class ServedModel:
         if name == "none":
             return drafter_of(None)
         return self.fast.drafter if name == self.config.draft else registry.load("drafters", name)
+
+    def replace(self, drafter: Drafter, spec: str) -> None:
+        """Draft by another drafter, which gets the outputs that the default one keeps, in its place for requests that
+        begin from now on. In the engine's thread.
+
+        drafter: one that is bound to the model. spec: of it.
+        """
+        for other, own in zip(drafter.memories(), self.fast.drafter.memories(), strict=True):
+            other.copy(own)
+        with self._lock:
+            self.fast.drafter = self._plain[self.config.draft] = drafter
+            self._specs[self.config.draft] = spec
+            self._composed.clear()
 
     def drafter(self, name: str | None, copies: bool, constrained: bool) -> Drafter:
         """The drafter of a request; made at the first request of its kind, and shared by later ones.
@@ -89,7 +103,8 @@ class ServedModel:
         if name not in self._plain:
             known = ", ".join(self._plain)
             raise ApiError(400, f"draft={name!r}: this server allows {known}", "draft")
-        plain = self._plain[name]
+        with self._lock:
+            plain, spec = self._plain[name], self._specs[name]
         if name == "none":
             if copies:
                 reason = "draft='none' drafts nothing, and there is a text to copy from: leave one out"
@@ -97,7 +112,7 @@ class ServedModel:
             return plain
         before = ["grammar"] * constrained + ["input-guided"] * (copies and not plain.takes_references)
         with self._lock:
-            spec = "+".join([*before, name])
+            spec = "+".join([*before, spec])
             if before and spec not in self._composed:
                 self._composed[spec] = registry.load("drafters", spec)
             return self._composed[spec] if before else plain

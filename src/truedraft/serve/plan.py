@@ -35,6 +35,9 @@ def planned(config: ServeConfig) -> list[Part]:
     parts = widest.of_target(load)
     if config.prefix_bytes:
         parts.append(Part("prefixes", config.prefix_bytes, "prefix_bytes", known="at most"))
+    if config.train is not None:
+        again = sized(config.model, "auto", None, None).weights
+        parts.append(Part("training", again, "weights once more, in a process; more while it runs", known="estimate"))
     return parts + [part for setup in setups for part in setup.of_drafter(load)]
 
 

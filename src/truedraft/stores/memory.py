@@ -98,9 +98,17 @@ class Memory:
         if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
             raise Refused(f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}")
         for name, text in texts:
-            for document in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
-                if len(document) > 1:
-                    self.add(name, document[document != SEPARATOR].tolist())
+            self._add_all(name, text)
+
+    def copy(self, other: Memory) -> None:
+        """Add the texts of another memory to their namespaces, as if they had just been emitted."""
+        for name, part in list(other._parts):
+            self._add_all(name, np.array(part.text, np.int32))
+
+    def _add_all(self, name: str, text: Any) -> None:
+        for document in np.split(text, np.flatnonzero(text == SEPARATOR) + 1):
+            if len(document) > 1:
+                self.add(name, document[document != SEPARATOR].tolist())
 
 
 def _texts(config: Mapping[str, Any], tokens: Any) -> list[tuple[str, Any]]:

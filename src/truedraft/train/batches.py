@@ -62,17 +62,24 @@ def sorted_groups(lines: Iterable[Line], tokens: int, width: Width = longer_side
         yield group
 
 
-def shuffled(items: list[Line], seed: int) -> Iterator[Line]:
-    """All items, endlessly, in a new random order each time."""
+def shuffled(items: list[Line], seed: int, weights: Sequence[float] = ()) -> Iterator[Line]:
+    """All items, endlessly, in a new random order each time.
+
+    weights: how often each occurs in a round, on average; by default once.
+    """
     rng = random.Random(seed)
     while True:
-        yield from rng.sample(items, len(items))
+        counts = [int(weight + rng.random()) for weight in weights] or [1] * len(items)
+        found = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
+        yield from rng.sample(found, len(found))
 
 
-def mixed(lines: list[Line], texts: list[Line], share: float, seed: int) -> Iterator[Line]:
+def mixed(
+    lines: list[Line], texts: list[Line], share: float, seed: int, weights: Sequence[float] = ()
+) -> Iterator[Line]:
     """All lines, endlessly, of which a share is drawn from other texts, these too in a new random order each time."""
     rng = random.Random(seed)
-    sides = shuffled(lines, seed), shuffled(texts, seed)
+    sides = shuffled(lines, seed, weights), shuffled(texts, seed)
     while True:
         yield next(sides[rng.random() < share])
 
@@ -153,13 +160,14 @@ class Feed:
 
     Args:
         texts, share: other lines, and the share of lines that is drawn from them.
+        weights: of `lines`, as in `shuffled`.
     """
 
     def __init__(
         self, lines: list[Line], tokens: int, seed: int, read: Reader, drawn: int = 0, texts: Sequence[Line] = (),
-        share: float = 0.0,
+        share: float = 0.0, weights: Sequence[float] = (),
     ):  # fmt: skip
-        order = mixed(lines, [*texts], share, seed) if texts else shuffled(lines, seed)
+        order = mixed(lines, [*texts], share, seed, weights) if texts else shuffled(lines, seed, weights)
         self._groups = bucketed(order, tokens, seed, read.width)
         self._read, self.drawn, self.tokens = read, 0, 0
         for _ in range(drawn):

@@ -11,9 +11,10 @@ from truedraft.bench.plots import Panel, picture
 def drawn(rows: Sequence[dict[str, Any]]) -> str:
     """The figures of all validations as an SVG document."""
     minutes = [f"{row['minutes']:g}" for row in rows]
+    losses = [(at, row["loss"]) for at, row in zip(minutes, rows, strict=True) if "loss" in row]
     panels = [
         Panel("tokens per pass", [("held out", [row["tokens_per_pass"] for row in rows])], ticks=minutes),
-        Panel("loss", [("training", [max(row["loss"], 0.0) for row in rows])], ticks=minutes),
+        Panel("loss", [("training", [max(loss, 0.0) for _, loss in losses])], ticks=[at for at, _ in losses]),
     ]
     acceptance = [row.get("acceptance", []) for row in rows]
     if positions := min(map(len, acceptance)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,10 +21,12 @@ from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_gro
 from truedraft.train.checkpoints import STATE, read_state, write_state
 from truedraft.train.curves import drawn
 from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
-from truedraft.train.responses import Given, Responding, given_responses, target_responses
+from truedraft.train.responses import Given, Responding, given_lines, given_responses, target_responses
 
+T = TypeVar("T")
 HELD_OUT = 100  # one line in this many is held out for validation,
-MOST = 200  # at most this many lines
+FEW, SHARE = 20, 10  # or more often, for this many lines, but at most one line in so many,
+MOST = 200  # and at most this many lines
 CURVES, LOG = "curves.svg", "log.jsonl"  # file names in a checkpoint's folder
 
 
@@ -37,6 +39,7 @@ def train_drafter(
     plan: Plan,
     *,
     answers: Sequence[Given | None] | None = None,
+    weights: Sequence[float] = (),
     texts: Sequence[str] = (),
     share: float = 0.1,
     responses: Path | None = None,
@@ -56,6 +59,7 @@ def train_drafter(
         out: the folder; a checkpoint in it is continued with `resume`, and refused without. A run that was interrupted
             goes on from its last validation, as if it had not been; one without a state begins anew with the weights.
         answers: responses to use instead of the target's own; None for a text of its own, see `given_responses`.
+        weights: of the answers: how often each is trained on, relative to the others; by default equally often.
         texts: that other lines are mixed with, for decoders: all of their tokens but the first are predicted.
         share: the share of lines that is drawn from these.
         responses: folder of the target's responses; by default `out`.
@@ -87,32 +91,41 @@ def train_drafter(
             learner.save(out, model)
         how = how or Responding()
         kept = responses or out
-        lines, others, read = _read(model, tokenizer, sources, answers, texts, kept, how, learner, report)
-        held, trained = held_out(lines)
+        lines, others, read, places = _read(model, tokenizer, sources, answers, texts, kept, how, learner, report)
+        (held, trained), (_, often) = held_out(lines), held_out([weights[i] for i in places] if weights else [])
         training = _Training(learner, model, out, read, held, batch)
         with model.device:
-            if resume or start is not None:
-                training.best = training.initial() if state is None else state["best"]
-            else:
-                training.prepare(trained)
-            weights = sum(p.numel() for p in learner.module.parameters())
+            begun = training.begin(trained, state, continued=resume or start is not None)
+            size = sum(p.numel() for p in learner.module.parameters())
             mixture = f" and {len(others):,} texts" if others else ""
-            report(f"{weights:,} weights, {len(trained):,} lines{mixture} to train on, {len(held):,} held out")
+            report(f"{size:,} weights, {len(trained):,} lines{mixture} to train on, {len(held):,} held out")
             drawn_before = 0 if state is None else state["steps"] * plan.micro
-            training.feed = Feed(trained, batch, plan.seed, read, drawn_before, others, share)
+            training.feed = Feed(trained, batch, plan.seed, read, drawn_before, others, share, scaled(often))
             fit(
                 learner.module, learner.loss, training.feed, plan, validate=training.validate, save=training.save,
-                log=out / LOG, groups=learner.parameter_groups(), state=state,
+                log=out / LOG, groups=learner.parameter_groups(), state=state, begun=begun,
                 on_progress=partial(setattr, learner, "progress"), report=report,
             )  # fmt: skip
     return {"tokens_per_pass": training.best}
 
 
-def held_out(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+def held_out(lines: Sequence[T]) -> tuple[list[T], list[T]]:
     """The lines that are held out for validation, and those to train on."""
-    step = max(HELD_OUT, len(lines) // MOST)
+    step = max(min(HELD_OUT, max(len(lines) // FEW, SHARE)), len(lines) // MOST)
     held = [*lines[::step]]
     return held, [line for i, line in enumerate(lines) if i % step] or held
+
+
+def scaled(weights: Sequence[float]) -> list[float]:
+    """Weights with a mean of 1.
+
+    Raises:
+        Refused: there are some, and all are 0.
+    """
+    total = sum(weights)
+    if weights and not total:
+        raise Refused("--weights: all lines to train on have the weight 0: give others")
+    return [weight * len(weights) / total for weight in weights]
 
 
 @dataclass
@@ -128,11 +141,22 @@ class _Training:
     best: float = 0.0
     feed: Feed | None = None
 
-    def prepare(self, lines: Sequence[Line]) -> None:
-        """Set the module up for the lines to train on."""
+    @torch.no_grad()
+    def begin(self, lines: Sequence[Line], state: dict[str, Any] | None, continued: bool) -> Metrics | None:
+        """Set the module up for the lines to train on; its figures before, where weights are trained on from which no
+        run with a state goes on."""
+        if state is not None:
+            self.best = _number(state["best"])
+            return None
+        if continued:
+            self.learner.module.eval()
+            figures = self.validate()
+            self.best = _number(figures["tokens_per_pass"])
+            return figures
         tokens = torch.tensor([*chain.from_iterable(map(self.read.predicted, lines))])
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         self.learner.prepare(tokens.bincount(minlength=vocabulary))
+        return None
 
     def validate(self) -> Metrics:
         tokens: Metrics = {"tokens": self.feed.tokens} if self.feed is not None else {}
@@ -140,12 +164,6 @@ class _Training:
             **tokens,
             **self.learner.evaluate(map(self.read, sorted_groups(self.held, self.batch, self.read.width))),
         }
-
-    @torch.no_grad()
-    def initial(self) -> float:
-        """Tokens per pass before training is continued."""
-        self.learner.module.eval()
-        return _number(self.validate()["tokens_per_pass"])
 
     def save(self, run: Run) -> None:
         """Write the checkpoint where it is the best so far, then the run's state and its picture."""
@@ -180,16 +198,16 @@ def _read(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Given],
     answers: Sequence[Given | None] | None, texts: Sequence[str], out: Path, how: Responding, learner: Learner,
     report: Callable[[str], None],
-) -> tuple[list[Line], list[Line], Reader]:  # fmt: skip
-    """The lines to train on, those that are mixed with them, and what makes batches; the target is hosted for its
-    responses alone."""
+) -> tuple[list[Line], list[Line], Reader, list[int]]:  # fmt: skip
+    """The lines to train on, those that are mixed with them, what makes batches, and the places of the former among
+    `answers`; the target is hosted for its responses alone."""
     fast = accelerate(model, tokenizer, draft=None)
     read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
+    others = given_responses(fast, tokenizer, texts, [None] * len(texts), report, how) if texts else []
     if answers is None:
-        lines = target_responses(fast, tokenizer, sources, out, report, how)
-    else:
-        lines = given_responses(fast, tokenizer, sources, answers, report, how)
-    return lines, given_responses(fast, tokenizer, texts, [None] * len(texts), report, how) if texts else [], read
+        return target_responses(fast, tokenizer, sources, out, report, how), others, read, []
+    found = given_lines(fast, tokenizer, sources, answers, report, how)
+    return [line for _, line in found], others, read, [place for place, _ in found]
 
 
 @contextmanager

@@ -172,6 +172,7 @@ def fit(
     log: Path,
     groups: ParameterGroups | None = None,
     state: dict[str, Any] | None = None,
+    begun: Metrics | None = None,
     on_progress: Callable[[float], None] | None = None,
     report: Callable[[str], None] = announce,
 ) -> Run:
@@ -189,6 +190,7 @@ def fit(
         groups: parameters that Muon moves, and those that AdamW moves; by default matrices, and the others.
         state: of the run that is continued. With batches from its place on, and the same plan, the weights are those
             of a run that was not interrupted.
+        begun: figures before the first step, which the log begins with.
         on_progress: called before every step with the fraction of the plan that is done.
         report: called with lines of text.
 
@@ -200,6 +202,8 @@ def fit(
     if state is not None:
         run.restore(state)
         run.rows = [json.loads(line) for line in read_lines(log)] if log.exists() else []
+    if begun is not None:
+        run.rows = [{"minutes": 0.0, "steps": 0, **begun}]
     device = run.learning[0].device.type
     log.parent.mkdir(parents=True, exist_ok=True)
     start, last = time.monotonic() - 60 * run.minutes, run.minutes

@@ -105,7 +105,20 @@ def given_responses(
     report: Report,
     how: Responding,
 ) -> list[Line]:
-    """Prompts with responses that are given. A decoder's lines are cut at their end where they are too long.
+    """Prompts with responses that are given; see `given_lines`."""
+    return [line for _, line in given_lines(fast, tokenizer, prompts, responses, report, how)]
+
+
+def given_lines(
+    fast: Accelerated,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Given],
+    responses: Sequence[Given | None],
+    report: Report,
+    how: Responding,
+) -> list[tuple[int, Line]]:
+    """Prompts with responses that are given, each with its place. A decoder's lines are cut at their end where they
+    are too long.
 
     A decoder's prompt without a response (None) is a text of its own: everything after its first token is to be
     predicted.
@@ -120,7 +133,9 @@ def given_responses(
         labels: Any = tokenizer(text_target=[response or "" for response in responses])["input_ids"]
         inputs = tokenizer([*prompts])["input_ids"]
         lines = [
-            (a, [start, *b]) for a, b in zip(inputs, labels, strict=True) if 1 < len(a) <= most and 1 < len(b) < most
+            (i, (a, [start, *b]))
+            for i, (a, b) in enumerate(zip(inputs, labels, strict=True))
+            if 1 < len(a) <= most and 1 < len(b) < most
         ]
         fault = f"a side that is empty or longer than {most:,} tokens"
     else:
@@ -181,19 +196,19 @@ def _merged(given: Sequence[Given | None], encoded: Sequence[list[int]]) -> list
 def _texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], responses: Sequence[Given | None], most: int,
     how: Responding, ends: Sequence[int],
-) -> list[Line]:  # fmt: skip
-    """A decoder's lines with something to predict, cut at their end. Texts end with an end token; token ids as they
-    do."""
+) -> list[tuple[int, Line]]:  # fmt: skip
+    """A decoder's lines with something to predict, cut at their end, each with its place. Texts end with an end token;
+    token ids as they do."""
     texts = [response or "" for response in responses if not isinstance(response, list)]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     answers = _merged(responses, [[*answer, *ends[:1]] for answer in encoded])
     alone = [i for i, response in enumerate(responses) if response is None]
     plain = dict(zip(alone, _encoded(tokenizer, [prompts[i] for i in alone], Responding()), strict=True))
-    lines: list[Line] = []
+    lines: list[tuple[int, Line]] = []
     for i, (prompt, answer) in enumerate(zip(_encoded(tokenizer, prompts, how), answers, strict=True)):
         sides = (plain[i][:1], plain[i][1:]) if i in plain else (prompt, answer)
-        lines.append((sides[0], sides[1][: max(most - len(sides[0]), 0)]))
-    return [line for line in lines if all(line)]
+        lines.append((i, (sides[0], sides[1][: max(most - len(sides[0]), 0)])))
+    return [(i, line) for i, line in lines if all(line)]
 
 
 def _ends(fast: Accelerated) -> list[int]:
