@@ -171,8 +171,8 @@ class Side:
 
     def _head_program(self) -> tuple[Program | None, CountedCopies]:
         """Its compiled pass, and the copies of its weights that are read."""
-        copies = CountedCopies(8 if self.int8 and self.target.device == "cpu" else UNCHANGED)
-        if native.missing() or self.target.device != "cpu":
+        copies = CountedCopies(8 if self.int8 and self.target.device.type == "cpu" else UNCHANGED)
+        if native.missing() or self.target.device.type != "cpu":
             return None, copies
         program = None
         with suppress(NotCompilable, RuntimeError, NotImplementedError), META:

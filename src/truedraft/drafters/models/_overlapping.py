@@ -53,10 +53,10 @@ class OverlappingDrafter(ChainDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if (device := self.reader.target.device).type != "cpu":
+        if target.device.type != "cpu":
             raise Refused(
-                f"{method_name(self)} drafts on some cores of the CPU while others verify, and the draft model is on "
-                f"{device}: use draft-model"
+                f"{method_name(self)} drafts in a thread while a pass of the CPU verifies, and the model is on "
+                f"{target.device}: use draft-model, or move the model to the CPU"
             )
         self._like = torch.empty(0, target.vocabulary)
 

@@ -291,7 +291,7 @@ class StringLevelRejection(StringDrafter):
         """Draft a token by psi, and begin the splits of the one behind it; see `_begun`."""
         splits, row = growing.state, growing.row
         drafted, node = splits.drafted, splits.node
-        scores = (psi / psi.max()).log().float().to(self.reader.target.device)
+        scores = (psi / psi.max()).log().float().to(self.reader.device)
         law = laws_of([row], [drafted.path(node)], scores[None])[0]
         drafted.end_level(drafted.add(node, self.chosen(drafted, node, law), law))
         if not drafted.frontier:
