@@ -10,9 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-_setup_privateuseone_for_python_backend("far")
+
+class Backend(_DummyBackendModule):
+    """What torch reads of the second device's own module."""
+
+    def get_rng_state(self, device: int) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: int) -> None:
+        """Random numbers are those of the CPU."""
+
+
+_setup_privateuseone_for_python_backend("far", Backend())
+MOVED: list[int] = []  # numbers of the tensors that were moved from the second device, in order
 CPU, FAR = torch.device("cpu"), torch.device("far:0")
 MOVING = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
@@ -31,6 +43,10 @@ class FarTensor(Tensor):
         made.here = here
         return made  # type: ignore[no-any-return]
 
+    def tolist(self) -> Any:
+        MOVED.append(self.numel())
+        return self.here.tolist()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FarTensor({self.here})"
 
@@ -42,23 +58,10 @@ class FarTensor(Tensor):
 
 
 class Devices(TorchDispatchMode):
-    """Within it, tensors are made on the second device where they are asked for there.
-
-    moved: numbers of the tensors that were moved from the second device to the CPU, in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved: list[int] = []
+    """Within it, tensors are made on the second device where they are asked for there."""
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = computed(f, args, kwargs)
-        if f in MOVING and not isinstance(found, FarTensor) and any(isinstance(arg, FarTensor) for arg in args):
-            self.moved.append(found.numel())
-        if f is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FarTensor):
-            self.moved.append(1)
-        return found
+        return computed(f, args, kwargs or {})
 
 
 def computed(f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -78,19 +81,21 @@ def computed(f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         far, kwargs = torch.device(asked).type == FAR.type, {**kwargs, "device": CPU}
     if f is torch.ops.aten.copy_.default:
         far = isinstance(args[0], FarTensor)
+    if (f is torch.ops.aten._local_scalar_dense.default and far) or (f in MOVING and not far):
+        MOVED.extend(value.numel() for value in given if isinstance(value, FarTensor))
     into = args[0] if f._schema.name.endswith("_") and not f._schema.name.endswith("__") else None
     found = f(*tree_map(_here, args), **tree_map(_here, kwargs))
     if into is not None and isinstance(found, Tensor):
         return into
-    return tree_map(FarTensor, found) if far and isinstance(found, Tensor) else _far_each(found) if far else found
+    return tree_map(_there, found) if far else found
 
 
 def _here(value: Any) -> Any:
     return value.here if isinstance(value, FarTensor) else value
 
 
-def _far_each(found: Any) -> Any:
-    return tree_map(lambda value: FarTensor(value) if isinstance(value, Tensor) else value, found)
+def _there(value: Any) -> Any:
+    return FarTensor(value) if isinstance(value, Tensor) else value
 
 
 def to_far(model: nn.Module) -> nn.Module:
@@ -106,11 +111,12 @@ def to_far(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def two_devices() -> Iterator[Devices]:
+def two_devices() -> Iterator[None]:
     """Within the block there is a second device."""
+    MOVED.clear()
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=FAR)` makes one here and moves it
     try:
-        with Devices() as devices:
-            yield devices
+        with Devices():
+            yield
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

@@ -58,7 +58,8 @@ class Reader:
         model: the draft model.
         runtime: how it makes its passes, see DecoderTarget.
 
-    device: that of the logits, the target's. texts: the rows in its tokens. slot_rows: row of each slot. written: tokens of each slot in the cache.
+    device: the target's, that of the logits. texts: the rows in its tokens. slot_rows: row of each slot.
+    written: tokens of each slot in the cache.
     """
 
     def __init__(self, model: Any, runtime: str = "auto"):
