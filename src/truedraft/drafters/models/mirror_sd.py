@@ -53,7 +53,7 @@ class MirrorSd(OverlappingDrafter):
             child
             for node, law in zip(nodes, laws, strict=True)
             if node >= begun
-            for child in growing.add(node, self.chosen(growing, node, law))
+            for child in growing.add(node, self.chosen(growing, node, law), law)
         ]
         growing.end_level(added if growing.passes else added + self._corrections(growing, nodes, laws))
 
