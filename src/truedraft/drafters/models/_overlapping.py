@@ -196,7 +196,7 @@ class OverlappingDrafter(ChainDrafter):
             return super().chosen(growing, node, law, count)
         if growing.state.chance is None or not growing.passes or not law.any():
             return likeliest(self.keys(growing, node, law), count)
-        return growing.state.chance.draw(law, growing.row, count)  # type: ignore[no-any-return]
+        return growing.state.chance.draw(law, growing.row, count)
 
     @staticmethod
     def keys(growing: GrowingTree, node: int, law: Tensor) -> Tensor:
