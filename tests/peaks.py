@@ -33,7 +33,7 @@ def forget_peak() -> None:
 
 
 def run(size: str, draft: str, rows: int, prompt: int, new: int, dtype: str) -> dict[str, int]:
-    plan = planned("nano", draft, rows, prompt + new, 64 << 30, dtype=dtype, stretched=size, free=lambda: 0)
+    plan = planned("nano", draft, rows, prompt + new, 64 << 30, dtype=dtype, stretched=size, free=lambda device: 0)
     model, tokenizer = load("nano", dtype)
     ids = torch.randint(5, 4000, (rows, prompt), generator=torch.Generator().manual_seed(0))
     own: Any = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")

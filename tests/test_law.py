@@ -22,11 +22,11 @@ SAMPLING = [name for name in registry.names("accept") if registry.method("accept
 
 
 def chain_rule(
-    model: torch.nn.Module, prompt: list[int], processors: LogitsProcessorList
+    model: torch.nn.Module, prompt: list[int], processors: LogitsProcessorList, steps: int = STEPS
 ) -> dict[tuple[int, ...], float]:
-    """The law of the next tokens by one plain forward per prefix."""
+    """The law of the next `steps` tokens by one plain forward per prefix."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(STEPS):
+    for _ in range(steps):
         longer = {}
         for emitted, p in law.items():
             with torch.no_grad():

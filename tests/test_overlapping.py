@@ -6,28 +6,32 @@ import copy
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from heapq import nlargest
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import truedraft
 from models import ragged, sibling, tiny
 from nets import SEED, generated
-from truedraft import DraftTree, Refused, registry
+from test_law import chain_rule
+from truedraft import DraftTree, registry
+from truedraft.chance import Chance, PositionNoise, Replay, StreamNoise, outcomes
 from truedraft.drafters._worker import Worker
 from truedraft.drafters.models._overlapping import OverlappingDrafter
-from truedraft.drafters.models._reader import Reader
 from truedraft.tree import Row
 
 METHODS = ["pearl", "mirror-sd"]
 TOKENS = 30
+SIZE, DRAWN = 4, 4  # vocabulary and tokens where all draws are enumerated
 
 
 class Paced(Worker):
@@ -46,6 +50,10 @@ class Paced(Worker):
         for _ in range(self.random.randint(0, self.most)):
             next(steps, None)
 
+    def finish(self) -> None:
+        steps, self.steps = self.steps, iter(())
+        list(steps)
+
     def close(self) -> None:
         self.steps = iter(())
 
@@ -54,7 +62,7 @@ class Whole(Paced):
     """Makes all steps."""
 
     def stop(self) -> None:
-        list(self.steps)
+        self.finish()
 
 
 @cache
@@ -162,9 +170,9 @@ def test_the_likeliest_corrections_are_continued(monkeypatch: pytest.MonkeyPatch
     continued_ = OverlappingDrafter._continued
     calls: list[tuple[list[int], list[int]]] = []
 
-    def noted(self: OverlappingDrafter, row: Row, drafted: Sequence[int]) -> Any:
-        calls.append((list(row.tokens), list(drafted)))
-        return continued_(self, row, drafted)
+    def noted(self: OverlappingDrafter, row: Row, tree: DraftTree) -> Any:
+        calls.append((list(row.tokens), list(tree.tokens[1:])))
+        return continued_(self, row, tree)
 
     monkeypatch.setattr(OverlappingDrafter, "_continued", noted)
     check_text(accelerated(draft), 1, do_sample=False, max_new_tokens=60)
@@ -299,12 +307,15 @@ def test_rows_that_leave_stop_the_thread() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "settings"),
-    [("rejection", {"do_sample": True}), ("greedy", {"do_sample": False, "repetition_penalty": 1.3})],
+    [
+        ("rejection", {"do_sample": True, "repetition_penalty": 1.3}),
+        ("greedy", {"do_sample": False, "repetition_penalty": 1.3}),
+    ],
 )
 def test_where_a_text_would_depend_on_time_drafts_are_made_before_the_pass(
     rule: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules whose text depends on the drafts, and processors that read the text: as with `draft-model`, to the pass."""
+    """With processors that read the text, as with `draft-model`, to the pass."""
     monkeypatch.setattr(Worker, "start", lambda worker, steps: pytest.fail("a thread has begun"))
     given = {**ragged(models()[0], 2), "max_new_tokens": TOKENS, "pad_token_id": 0, **settings}
     outcomes = []
@@ -333,9 +344,147 @@ def test_the_number_of_threads_elsewhere_is_not_changed() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_draft_model_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "fit", lambda reader, target: None)
-    draft = drafting("pearl")
-    draft.reader._hosted = SimpleNamespace(device=torch.device("cuda:0"))
-    with pytest.raises(Refused, match="the draft model is on cuda:0: use draft-model"):
-        accelerated(draft)
+class Inline(Whole):
+    """Makes all steps when it is started: draws of the thread come before those of the pass."""
+
+    def start(self, steps: Iterator[Any]) -> None:
+        list(steps)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class Beside(Replay):
+    """Draws for the thread are among those that are enumerated."""
+
+    def beside(self) -> Chance:
+        return self
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "multi-round"])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_law_is_the_targets_where_the_thread_draws(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By enumeration of all draws, those of the thread included."""
+    monkeypatch.setattr("truedraft.chance.Replay", Beside)
+    model = tiny("llama", torch.float32, vocabulary=SIZE, sharpen=1.5)
+    prompt = torch.tensor([[3, 1, 2, 3, 1]])
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(2)])
+    expected, drafts = chain_rule(model, prompt[0].tolist(), processors, DRAWN), [0, 0]
+
+    def text(chance: Beside) -> tuple[int, ...]:
+        draft = drafting(name, sibling(model, 0.5), length=1)
+        draft._worker = Inline(0)
+        fast = truedraft.accelerate(model, draft=draft, control="fixed", rule=rule)
+        out = fast.generate(prompt, max_new_tokens=DRAWN, do_sample=True, temperature=0.8, top_k=2, chance=chance)[
+            0, len(prompt[0]) :
+        ]
+        drafts[0] += draft.requested
+        drafts[1] += draft.ready
+        return tuple(out.tolist())
+
+    measured: dict[tuple[int, ...], float] = {}
+    for emitted, p in outcomes(text):
+        measured[emitted] = measured.get(emitted, 0.0) + p
+    assert measured.keys() == expected.keys()
+    assert max(abs(measured[one] - expected[one]) for one in expected) < 1e-6
+    assert 0 < drafts[1] < drafts[0], "ready drafts were verified"
+
+
+@pytest.mark.parametrize(("name", "seeded"), [("pearl", False), ("mirror-sd", True)], ids=["stream", "positions"])
+def test_the_law_is_the_targets_with_the_noise_of_a_call(name: str, seeded: bool) -> None:
+    """With the real thread, and guesses by the noise that the pass draws by: by the frequencies of texts."""
+    model = tiny("llama", torch.float32, vocabulary=SIZE, sharpen=1.5)
+    prompt = torch.tensor([[3, 1, 2, 3, 1]])
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(2)])
+    expected = chain_rule(model, prompt[0].tolist(), processors, 5)
+    draft = drafting(name, sibling(model, 0.5), length=1, serial=0)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed", rule="rejection")
+    found: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(4)
+    for seed in range(2):
+        given = {"seed": seed} if seeded else {}
+        out = fast.generate(prompt.expand(600, -1), max_new_tokens=5, do_sample=True, temperature=0.8, top_k=2, **given)
+        found.update(map(tuple, out[:, len(prompt[0]) :].tolist()))
+    count = found.total()
+    texts = [text for text in expected if count * expected[text] >= 5]
+    counts, odds = [found[text] for text in texts], [count * expected[text] for text in texts]
+    counts, odds = [*counts, count - sum(counts)], [*odds, count - sum(odds)]  # the rare ones together
+    assert chisquare(counts, odds, sum_check=False).pvalue > 1e-3
+    assert found.keys() <= expected.keys() and 0 < draft.ready < draft.requested
+
+
+@pytest.mark.parametrize("rule", ["seeded", "rejection"])
+def test_what_was_verified_is_not_verified_again_where_drafts_are_drawn(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correction may be the very token that was drafted there; what follows in the draft was verified with it."""
+    draft = drafting("pearl", models()[0], length=3, serial=3)
+    draft._worker = Inline(0)
+    fast, seen = accelerated(draft, rule=rule), list[int]()
+    continued_ = OverlappingDrafter._continued
+
+    def noted(self: OverlappingDrafter, row: Row, tree: DraftTree) -> Any:
+        growing = continued_(self, row, tree)
+        if tree.drafted == 3 and not seen:
+            list(self._levels([growing]))
+            for emitted in (1, 3, 4):
+                seen.append(draft._drafted(row.after(growing.path(len(growing.tokens) - 1)[:emitted])).drafted)
+        return growing
+
+    monkeypatch.setattr(OverlappingDrafter, "_continued", noted)
+    draft._trees = Anyones()
+    fast.generate(ragged(models()[0], 1)["input_ids"], max_new_tokens=TOKENS, do_sample=True, pad_token_id=0)
+    assert seen == ([6, 4, 3] if rule == "seeded" else [0, 0, 3])
+
+
+class Anyones(dict[Row, Any]):
+    """The latest value, for every key."""
+
+    def __contains__(self, key: object) -> bool:
+        return bool(len(self))
+
+    def __missing__(self, key: Row) -> Any:
+        return [*self.values()][-1]
+
+
+def test_a_stream_for_the_thread_repeats_no_noise() -> None:
+    """Of the rules' own draws, which go on where they were, and of the noise at any step."""
+    row = Row(0, [1, 2], 1, 9)
+    for chance in (StreamNoise(1), PositionNoise([(3, 0)])):
+        torch.manual_seed(0)
+        beside, like = chance.beside(), torch.empty(0, 64)
+        assert beside is not None and beside is chance.beside()
+        noise = chance.target_noise(row, [0, 1, 2], like)
+        chance.flip(0.5, row)
+        state = torch.get_rng_state()
+        chance.reached(2)
+        assert torch.equal(torch.get_rng_state(), state)
+        law, drawn = torch.ones(64), list[list[int]]()
+        for source in (chance, beside):
+            drawn.append([source.draw(law, row)[0] for _ in range(20)])
+        assert drawn[0] != drawn[1] and noise is not None
+        assert len({*drawn[1][:3], *noise.argmin(-1).tolist()}) > 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_text_of_a_seed_does_not_depend_on_the_threads_pace(name: str) -> None:
+    """Under a rule whose text depends on the drafts: with the real thread, and all work before or after the pass."""
+    texts, given = [], {"max_new_tokens": TOKENS, "pad_token_id": 0, "do_sample": True, "temperature": 1.5}
+    for worker in (None, None, Inline(0), Paced(1), Paced(2)):
+        draft = drafting(name, length=3, serial=0)
+        draft._worker = worker or draft._worker
+        fast = accelerated(draft, rule="rejection")
+        texts.append(fast.generate(**ragged(models()[0], 3), **given, seed=5).tolist())
+        assert 0 < draft.ready < draft.requested
+        torch.manual_seed(5)
+        texts.append(fast.generate(**ragged(models()[0], 3), **given).tolist())
+    assert texts[0] != texts[1] and all(text == texts[i % 2] for i, text in enumerate(texts))
+
+
+def test_a_drafter_for_itself_is_always_right_where_the_thread_draws() -> None:
+    """Its law is that of the target, and its guess has the noise of the pass: every draft is accepted and ready."""
+    draft = drafting("pearl", models()[0], length=4)
+    fast = accelerated(draft, rule="rejection")
+    fast.generate(ragged(models()[0], 1)["input_ids"], max_new_tokens=TOKENS, do_sample=True, seed=1, pad_token_id=0)
+    assert draft.ready == draft.requested - 1, "all but the first"
+    assert fast.report().acceptance_rate == 1.0

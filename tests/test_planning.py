@@ -42,7 +42,7 @@ def held(target: Any) -> int:
 
 
 def plan(draft: str, **changed: Any) -> tuple[Plan, dict[str, int]]:
-    given: dict[str, Any] = {"rows": 2, "tokens": 60, "memory": GIB, "free": lambda: 0} | changed
+    given: dict[str, Any] = {"rows": 2, "tokens": 60, "memory": GIB, "free": lambda device: 0} | changed
     found = planned(given.pop("model", "nano"), draft, **given)
     sizes: dict[str, int] = {}
     for part in found.parts:

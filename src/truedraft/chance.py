@@ -55,6 +55,11 @@ class Chance(Protocol):
         """True with this probability, by fresh noise."""
         ...
 
+    def beside(self) -> Chance | None:
+        """A source of draws for drafts that a thread makes while this one is in use: independent of it, and of how the
+        two take turns. None where there is none. From then on the stream of plain decoding is not restored."""
+        return None
+
     def noise_at_nodes(self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree]) -> Tensor | None:
         """The noise at every node of the trees, (rows, width, V) like the logits, or None to use `pick`."""
         return None
@@ -92,6 +97,7 @@ class StreamNoise(Chance):
         self.blocks: dict[int, Tensor] = {}
         self.drawn = self.steps = 0  # blocks drawn, and those that plain decoding would have drawn
         self.states: dict[int, Tensor] = {}  # of the stream before a block, where blocks were drawn early
+        self._beside: PositionNoise | None = None
 
     def _draw(self, like: Tensor) -> None:
         block = torch.empty(self.batch, like.shape[-1], dtype=torch.float32, device=like.device)
@@ -101,6 +107,10 @@ class StreamNoise(Chance):
     def _look(self, step: int, like: Tensor) -> None:
         """Draw the blocks up to a step, and keep the state of the stream before each."""
         if step < self.drawn:
+            return
+        if self._beside is not None:
+            for _ in range(self.drawn, step + 1):
+                self._draw(like)
             return
         self._device = like.device
         if self.drawn in self.states:
@@ -128,6 +138,12 @@ class StreamNoise(Chance):
 
     def flip(self, probability: float, row: Row) -> bool:
         return bool(torch.rand(()) < probability)
+
+    def beside(self) -> Chance | None:
+        if self._beside is None:
+            seed = int(torch.randint(1 << 62, ()))
+            self._beside = PositionNoise([(seed, i) for i in range(self.batch)])
+        return self._beside
 
     def target_noise(self, row: Row, after: Sequence[int], like: Tensor) -> Tensor | None:
         self._look(row.step + max(after), like)
@@ -172,14 +188,16 @@ class PositionNoise(Chance):
 
     Args:
         seeds: (seed, row key) for each row of the batch.
+        lane: of sources with the same seeds, each with a lane of its own, none has noise of another.
     """
 
-    def __init__(self, seeds: Sequence[tuple[int, int]]):
-        self.seeds = seeds
+    def __init__(self, seeds: Sequence[tuple[int, int]], lane: int = 0):
+        self.seeds, self.lane = seeds, lane
+        self._beside: PositionNoise | None = None
         self.fresh = [0] * len(seeds)  # draws of each row that belong to no step
 
     def _bits(self, row: Row, step: int, fresh: int) -> np.random.Generator:
-        bits = np.random.Philox(key=self.seeds[row.index], counter=[0, step, fresh, 0])
+        bits = np.random.Philox(key=self.seeds[row.index], counter=[0, step, fresh, self.lane])
         return np.random.Generator(bits)
 
     def _fresh(self, row: Row) -> np.random.Generator:
@@ -196,6 +214,11 @@ class PositionNoise(Chance):
 
     def _keys(self, law: Tensor, row: Row) -> Tensor:
         return law / self._noise(self._fresh(row), len(law)).to(law.device)
+
+    def beside(self) -> Chance | None:
+        if self._beside is None:
+            self._beside = PositionNoise(self.seeds, self.lane + 1)
+        return self._beside
 
     def wait(self, row: Row) -> float:
         return float(self._fresh(row).standard_exponential())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import re
 import traceback
 import warnings
 from collections.abc import Collection, Mapping
@@ -18,6 +19,7 @@ from truedraft.runtime import QUANTIZED, checkpoints
 from truedraft.targets import kinds
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from truedraft.runtime.checkpoints._base import Checkpoint
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 Kind = Literal["text", "canvas", "subset"]  # a text from left to right, a diffusion or an any-subset model
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm")  # files that tokenizers are read from
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICE = re.compile(r"(.+)@((?:cpu|cuda|mps|xpu)(?::\d+)?)")  # a name, and the device that the model is loaded to
 NAMED = 3  # tensors that a message names
 REMEDY = "download or save the model anew, with the config.json of these weights"
 
@@ -38,9 +41,9 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
-    Embedded models run on the CPU, in float32 by default; others on the GPU where there is one. The weights
-    of any can be quantised, to "int8" or "int4". Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ
-    or compressed-tensors, and files of GGUF.
+    Embedded models run on the CPU, in float32 by default; others on the GPU where there is one; any on the device that
+    its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to "int8" or "int4".
+    Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF.
 
     Args:
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
@@ -51,19 +54,18 @@ def load(
         reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.
 
     Raises:
-        Refused: no such model or dtype, a damaged one, one that does not generate, one of the other kind, or a
+        Refused: no such model, device or dtype, a damaged one, one that does not generate, one of the other kind, or a
             checkpoint that lacks weights of its model.
 
     Warns:
         Note: the checkpoint has tensors that its model does not use.
     """
     source, whole = check(name, dtype, quantize, argument), f"{argument} {name!r}"
-    import torch
     import transformers
     from transformers import AutoTokenizer
 
-    embedded = name in assets.names()
-    device = "cuda" if torch.cuda.is_available() and not embedded else "cpu"
+    device = device_of(name, argument)
+    embedded = split(name)[0] in assets.names()
     folder, options = checkpoints.place(source)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
@@ -71,7 +73,7 @@ def load(
         _check_tokenizer(whole, source)
         side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
         tokenizer = AutoTokenizer.from_pretrained(folder, **side, **options)
-        quantised = checkpoints.opened(source, config, whole) if device == "cpu" else None
+        quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
         if quantised is not None:
             model: Any = _with_integers(quantised, config, whole, source, dtype)
         else:
@@ -102,6 +104,29 @@ def check(name: str, dtype: str = "auto", quantize: str | None = None, argument:
     if quantize is not None and quantize not in QUANTIZED:
         raise Refused(f"--quantize {quantize}: choose one of {', '.join(QUANTIZED)}")
     return source_of(name, argument)
+
+
+def split(name: str) -> tuple[str, str | None]:
+    """A model's name, and the device that it ends with, as in NAME@cuda:1; None where it is a folder or names none."""
+    found = None if Path(name).expanduser().exists() else DEVICE.fullmatch(name)
+    return (found[1], found[2]) if found else (name, None)
+
+
+def device_of(name: str, argument: str = "MODEL") -> torch.device:
+    """The device to which a model of this name is loaded.
+
+    Raises:
+        Refused: torch finds no such device.
+    """
+    import torch
+
+    plain, given = split(name)
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() and plain not in assets.names() else "cpu"
+    try:
+        return torch.empty(0, device=given).device
+    except Exception as e:  # of another class for every kind of device
+        raise Refused(f"{argument} {name!r}: torch finds no device {given} here; give {plain}@cpu") from e
 
 
 def kind_of(source: Path | str) -> Kind:
@@ -240,6 +265,7 @@ def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
     Raises:
         Refused: there is no such folder, or no model in it.
     """
+    name, _ = split(name)
     if not name:
         raise Refused(f"{argument} is empty: give a folder, a .gguf file, a name on the hub, or an embedded model")
     if name in assets.names():

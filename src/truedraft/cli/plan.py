@@ -62,7 +62,7 @@ def plan(
 
         limit = None if memory is None else bytes_of(memory, "--memory")
         found = planned(
-            model, draft, rows, tokens, limit, free=lambda: free_memory(torch.device("cpu")),
+            model, draft, rows, tokens, limit, free=lambda device: free_memory(torch.device(device)),
             dtype=dtype, quantize=quantize, stretched=stretched, sampled=sample,
         )  # fmt: skip
     if as_json:
@@ -76,6 +76,9 @@ def plan(
 def _print(found: Plan) -> None:
     from truedraft.planning.parts import size
 
+    def on_device(part: Part) -> str:
+        return part.device
+
     columns: list[Column[Part]] = [
         Column("part", "", lambda part: part.name),
         Column("size", "", lambda part: size(part.bytes) if part.bytes else "?" if part.known == "unknown" else "0"),
@@ -83,6 +86,7 @@ def _print(found: Plan) -> None:
             "known", "whether these are the bytes of the tensors, their most, or an estimate", lambda part: part.known
         ),
         Column("held", "when; empty for the whole time", lambda part: HELD[part.held]),
+        *([Column("on", "its device", on_device)] if found.beside else []),
         Column("of", "", lambda part: part.of),
     ]
     out = console()
@@ -94,5 +98,7 @@ def _print(found: Plan) -> None:
         f"{found.tokens:,} tokens of a row" if found.tokens else "",
     ]  # fmt: skip
     print_folded(out, f"Needed at once: {size(found.needed)} of {size(found.memory)}.", "bold")
+    for device, (needed, there) in found.beside.items():
+        print_folded(out, f"Needed at once on {device}: {size(needed)} of {size(there)}.", "bold")
     print_folded(out, f"Without drafts: {size(found.plain)}; with drafts of one node: {size(found.least)}.")
     print_folded(out, f"Most that fit, each with the rest as above: {', '.join(filter(None, most)) or 'nothing'}.")

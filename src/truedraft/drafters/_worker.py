@@ -45,6 +45,14 @@ class Worker:
             Exception: that of a step.
         """
         self._stopped = True
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the end of the job. Nothing happens where none is running.
+
+        Raises:
+            Exception: that of a step.
+        """
         if self._job is not None:
             wait([self._job])  # an interruption leaves the job, for the next call
             job, self._job = self._job, None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,23 @@ class Side:
     head: Any = None
     int8: bool = False
 
-    def parts(self, load: Load, free: int) -> Iterator[Part]:
-        """Its parts, where `free` bytes are left beside the target."""
-        if self.models:
-            for model in self.models:
-                yield from self._of_model(model, load, free)
-                free -= model.weights + model.copies(free - model.weights)
-        elif self.head is not None:
+    def parts(self, load: Load, free: Callable[[str], int]) -> Iterator[Part]:
+        """Its parts. free: the bytes that are left beside the target on a device."""
+        target, held = str(self.target.device), dict[str, int]()
+        for model in self.models:
+            device = str(model.device)
+            left = free(device) - held.get(device, 0)
+            yield from (replace(part, device=device) for part in self._of_model(model, load, left))
+            held[device] = held.get(device, 0) + model.weights + model.copies(left - model.weights)
+            if device != target:
+                moved = COPIES * model.logits(load.rows * self._level(load))
+                yield Part("moved logits", moved, "those of a level, and their distributions", "draft", device=target)
+        if not self.models:
+            yield from (replace(part, device=target) for part in self._of_other(load))
+
+    def _of_other(self, load: Load) -> Iterator[Part]:
+        """The parts of a drafter without a draft model."""
+        if self.head is not None:
             yield from self._of_head(load)
         elif registry.is_view(self.spec):
             yield from self._of_view()
@@ -124,8 +134,15 @@ class Side:
         yield Part("draft buffers", buffers, "activations of its passes, and tables by position", known="at most")
         if reading := model.reading(load.tokens):
             yield Part("draft prompts", reading, "its own forward over a prompt", "prompt", "estimate")
-        logits = COPIES * model.logits(level) + model.scratch(level, positions)
-        yield Part("draft logits", logits, f"{level} nodes of a level, and their distributions", "draft", "estimate")
+        together = COPIES if model.device == self.target.device else 1
+        logits = together * model.logits(level) + model.scratch(level, positions)
+        yield Part(
+            "draft logits",
+            logits,
+            f"{level} nodes of a level{', and their distributions' if together > 1 else ''}",
+            "draft",
+            "estimate",
+        )
 
     def _of_head(self, load: Load) -> Iterator[Part]:
         head, rows, target = self.head, load.rows, self.target
@@ -171,8 +188,8 @@ class Side:
 
     def _head_program(self) -> tuple[Program | None, CountedCopies]:
         """Its compiled pass, and the copies of its weights that are read."""
-        copies = CountedCopies(8 if self.int8 and self.target.device == "cpu" else UNCHANGED)
-        if native.missing() or self.target.device != "cpu":
+        copies = CountedCopies(8 if self.int8 and self.target.device.type == "cpu" else UNCHANGED)
+        if native.missing() or self.target.device.type != "cpu":
             return None, copies
         program = None
         with suppress(NotCompilable, RuntimeError, NotImplementedError), META:

@@ -45,6 +45,7 @@ KEYS = 64  # places whose keys a worker of the compiled pass reads together
 CHUNK = 128  # nodes whose numbers it rounds together
 LANES = 16  # numbers that its rooms are whole multiples of
 META = torch.device("meta")
+CPU = torch.device("cpu")
 
 
 class CountedCopies(Copies):
@@ -108,7 +109,7 @@ class Sized:
     dtype: torch.dtype
     quantize: str | None = None
     stored: int = 0
-    device: str = "cpu"
+    device: torch.device = CPU
     in_place: bool = False
     why: str = field(default="", init=False)  # there is no compiled pass
 
@@ -139,7 +140,7 @@ class Sized:
 
     def _other_pass(self) -> str:
         """Why its passes are not compiled, as far as that does not depend on its layers."""
-        if self.device != "cpu":
+        if self.device.type != "cpu":
             return f"it runs on {self.device}"
         if kinds.reads_sources(self.model.config):
             return "it is an encoder-decoder, whose passes are estimated"
@@ -164,7 +165,7 @@ class Sized:
 
     def copies(self, free: int) -> int:
         """Bytes of the copies of weights in panels, where `free` bytes are left beside the weights."""
-        unread = self.in_place or self.quantize or self.stored or self.device != "cpu" or native.missing()
+        unread = self.in_place or self.quantize or self.stored or self.device.type != "cpu" or native.missing()
         if unread or self.weights > SHARE * free or "avx512f" not in processor():
             return 0
         return self.counted.bytes if self.program is not None else self._copied_linears()
@@ -300,7 +301,8 @@ def sized(
     """
     source = loading.check(name, dtype, quantize, argument)
     config = loading.config_of(source)
-    device = "cuda" if torch.cuda.is_available() and name not in assets.names() else "cpu"
+    device = loading.device_of(name, argument)
+    name, _ = loading.split(name)
     files = _quantised(source, config)
     found = DTYPES.get(dtype) or _stored_dtype(name, source, config)
     model = _empty(config, found)

@@ -24,6 +24,7 @@ class Part:
         to the next; "later" is what may be kept of many calls, which one call does not need.
     known: whether they are those of the tensors that are allocated, the most that these may have, an estimate, or not
         known before the model runs.
+    device: where they are held.
     """
 
     name: str
@@ -31,6 +32,13 @@ class Part:
     of: str
     held: Held = "always"
     known: Known = "exact"
+    device: str = "cpu"
+
+
+def by_device(parts: Iterable[Part]) -> dict[str, int]:
+    """The most bytes that are held at once on each device."""
+    found = list(parts)
+    return {device: peak(part for part in found if part.device == device) for device in {p.device: 0 for p in found}}
 
 
 def peak(parts: Iterable[Part]) -> int:

@@ -7,14 +7,14 @@ of the tree's nodes, the rows and their length, from configurations and file hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 from truedraft.errors import Refused
 from truedraft.planning.drafters import Load, named, planned_drafter
 from truedraft.planning.models import Sized, sized
-from truedraft.planning.parts import Part, peak, size
+from truedraft.planning.parts import Part, by_device, size
 from truedraft.runtime.curve import WIDTHS
 
 SAMPLED = 4  # of a pass's logits: processed scores, their distribution, the noise, and its quotients
@@ -26,12 +26,13 @@ MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 24  # that are looked for
 class Setup:
     """A model and a drafter, without their weights.
 
-    memory: bytes that there are for all of it; copies of weights are made where they take no more than a share of it.
+    memory: bytes that there are on a device for all of it; copies of weights are made where they take no more than a
+        share of it.
     """
 
     target: Sized
     draft: str
-    memory: int
+    memory: Callable[[str], int]
     spare: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,20 +56,29 @@ class Setup:
         """The parts without those of the drafter."""
         target = self.target
         found = [Part("weights", target.weights, _weights(target))]
-        if copies := target.copies(self._free):
+        if copies := target.copies(self._free(self.device)):
             found.append(Part("copies", copies, "weights in the order in which compiled passes read them"))
         found += self._of_passes(load)
-        return found + [Part("further", 0, unknown, known="unknown") for unknown in target.unknown]
+        found += [Part("further", 0, unknown, known="unknown") for unknown in target.unknown]
+        return [replace(part, device=self.device) for part in found]
 
     def of_drafter(self, load: Load) -> list[Part]:
         """The parts of the drafter; none without drafts."""
-        free = self._free - self.target.copies(self._free)
+        copies = self.target.copies(self._free(self.device))
+
+        def free(device: str) -> int:
+            return self._free(device) - (copies if device == self.device else 0)
+
         return [part for side in self.sides if load.nodes > 1 for part in side.parts(load, free)]
 
     @property
-    def _free(self) -> int:
+    def device(self) -> str:
+        """Where the target is."""
+        return str(self.target.device)
+
+    def _free(self, device: str) -> int:
         """Bytes beside the target's weights."""
-        return self.memory - self.target.weights
+        return self.memory(device) - (self.target.weights if device == self.device else 0)
 
     def _of_passes(self, load: Load) -> list[Part]:
         """The target's cache, and what its passes allocate."""
@@ -103,8 +113,16 @@ class Setup:
         return layers | {layer for side in self.sides for layer in getattr(side.head, "layers", ())}
 
     def bytes(self, load: Load) -> int:
-        """The most that is held at once."""
-        return peak(self.parts(load))
+        """The most that is held at once where the target is."""
+        return self.needed(load)[self.device]
+
+    def needed(self, load: Load) -> dict[str, int]:
+        """The most that is held at once on each device."""
+        return by_device(self.parts(load))
+
+    def fits(self, load: Load) -> bool:
+        """Whether it fits on every device."""
+        return all(needed <= self.memory(device) for device, needed in self.needed(load).items())
 
     def without_copies(self) -> Setup:
         """The same by `runtime="in-place"`."""
@@ -118,8 +136,11 @@ class Setup:
 class Plan:
     """What a setup needs, and what fits in its memory.
 
+    memory, needed, plain, least, in_place are bytes where the target is.
+
     parts: of the memory for `load`. needed: bytes at once. plain: bytes without drafts. least: bytes with drafts of one
         node.
+    beside: by other device, the bytes at once, and those that there are.
     nodes, rows, tokens: the most that fit with the other two as in `load`; None where none do.
     in_place: bytes without copies of weights.
     """
@@ -134,15 +155,22 @@ class Plan:
     rows: int | None
     tokens: int | None
     in_place: int
+    beside: dict[str, tuple[int, int]]
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.memory
+        return self.needed <= self.memory and all(needed <= there for needed, there in self.beside.values())
 
     def check(self) -> None:
         """Raises Refused where it does not fit, with what would."""
         if self.fits:
             return
+        for device, (needed, there) in self.beside.items():
+            if needed > there:
+                raise Refused(
+                    f"the draft model on {device} needs {size(needed)} of the {size(there)} that there are: name it "
+                    "with the device of the model, or quantize"
+                )
         load, lack = self.load, f"{size(self.needed - self.memory)} more than the {size(self.memory)} that there are"
         what = f"rows={load.rows}, tokens={load.tokens:,}, nodes={load.nodes - 1}: {lack}"
         raise Refused(f"{what}: {self.remedy}")
@@ -171,7 +199,7 @@ def planned(
     tokens: int = 2048,
     memory: int | None = None,
     *,
-    free: Callable[[], int],
+    free: Callable[[str], int],
     dtype: str = "auto",
     quantize: str | None = None,
     stretched: str | None = None,
@@ -181,28 +209,32 @@ def planned(
 
     Args:
         rows: of a batch. tokens: of a row, prompt and output together.
-        memory: bytes that there are; by default those of `free`.
+        memory: bytes that there are where the model is; by default those of `free`, of a device.
         dtype, quantize, stretched: see `loading.load` and `bench.sizes.size_of`.
         sampled: whether tokens are drawn.
 
     Raises:
         Refused: an unknown model or drafter, or one without its draft model or head.
     """
-    limit = free() if memory is None else memory
-    setup = Setup(sized(model, dtype, quantize, stretched), draft, limit)
+    target = sized(model, dtype, quantize, stretched)
+    home = str(target.device)
+    free = cache(free)
+    limit = free(home) if memory is None else memory
+    setup = Setup(target, draft, lambda device: limit if device == home else free(device))
     load = setup.load(rows, tokens, sampled=sampled)
     parts = setup.parts(load)
 
     def fits(**changed: Any) -> bool:
         given = {"rows": rows, "tokens": tokens, "nodes": None, "sampled": sampled} | changed
-        return setup.bytes(setup.load(**given)) <= limit
+        return setup.fits(setup.load(**given))
 
     nodes = most(lambda count: fits(nodes=count), setup.width)
     found = (most(lambda count: fits(rows=count), MOST_ROWS), most(lambda count: fits(tokens=count), MOST_TOKENS))
     plain, least = (setup.bytes(setup.load(rows, tokens, count, sampled)) for count in (0, min(1, setup.width)))
-    needed = peak(parts)
+    needed = by_device(parts)
+    beside = {device: (most_held, free(device)) for device, most_held in needed.items() if device != home}
     in_place = setup.without_copies().bytes(load)
-    return Plan(limit, load, parts, needed, plain, least, nodes, *found, in_place)
+    return Plan(limit, load, parts, needed[home], plain, least, nodes, *found, in_place, beside)
 
 
 def most(fits: Callable[[int], bool], highest: int) -> int | None:

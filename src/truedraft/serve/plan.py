@@ -11,13 +11,11 @@ from truedraft.continuous import DRAFTS
 from truedraft.errors import Refused
 from truedraft.layout import labelled
 from truedraft.planning.models import sized
-from truedraft.planning.parts import Part, peak, size
+from truedraft.planning.parts import Part, by_device, size
 from truedraft.planning.plan import Setup
 from truedraft.registry import NONE
 from truedraft.serve.config import ServeConfig
 from truedraft.targets.memory import free_memory
-
-CPU = torch.device("cpu")
 
 
 def planned(config: ServeConfig) -> list[Part]:
@@ -29,12 +27,13 @@ def planned(config: ServeConfig) -> list[Part]:
     target = sized(config.model, config.dtype, config.quantize, config.stretched)
     length = config.max_model_len or getattr(target.config, "max_position_embeddings", None) or 4096
     text = loading.kind_of(target.source) == "text"
-    setups = [Setup(target, draft, free_memory(CPU), DRAFTS) for draft in (config.drafts if text else (NONE,))]
+    setups = [Setup(target, draft, _free, DRAFTS) for draft in (config.drafts if text else (NONE,))]
     widest = max(setups, key=lambda setup: setup.width)
     load = widest.load(config.max_rows, length)
     parts = widest.of_target(load)
     if config.prefix_bytes:
-        parts.append(Part("prefixes", config.prefix_bytes, "prefix_bytes", known="at most"))
+        prefixes = Part("prefixes", config.prefix_bytes, "prefix_bytes", known="at most", device=str(target.device))
+        parts.append(prefixes)
     if config.train is not None:
         again = sized(config.model, "auto", None, None).weights
         parts.append(Part("training", again, "weights once more, in a process; more while it runs", known="estimate"))
@@ -44,8 +43,9 @@ def planned(config: ServeConfig) -> list[Part]:
 def described(parts: Sequence[Part]) -> str:
     """The plan as text."""
     lines = [(part.name, f"{size(part.bytes)}: {part.of}" + _remark(part)) for part in parts]
-    free = f"{size(free_memory(CPU))} are free on this machine"
-    return labelled([*lines, ("together", f"{size(peak(parts))} at once; {free}")], width=100)
+    for device, needed in by_device(parts).items():
+        lines.append(("together", f"{size(needed)} at once on {device}; {size(_free(device))} are free"))
+    return labelled(lines, width=100)
 
 
 def _remark(part: Part) -> str:
@@ -54,9 +54,13 @@ def _remark(part: Part) -> str:
 
 def check_fits(parts: Sequence[Part], config: ServeConfig) -> None:
     """Raises Refused where the parts do not fit in free memory."""
-    lack = peak(parts) - free_memory(CPU)
-    if lack > 0:
-        raise Refused(
-            f"max_rows={config.max_rows}, max_model_len={config.max_model_len}: {size(lack)} more than there is: "
-            "lower max_rows, max_model_len or prefix_bytes, or quantize"
-        )
+    for device, needed in by_device(parts).items():
+        if (lack := needed - _free(device)) > 0:
+            raise Refused(
+                f"max_rows={config.max_rows}, max_model_len={config.max_model_len}: {size(lack)} more than there is on "
+                f"{device}: lower max_rows, max_model_len or prefix_bytes, or quantize"
+            )
+
+
+def _free(device: str) -> int:
+    return free_memory(torch.device(device))

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import FIELD, Layout, layout_of
 from truedraft.canvas.targets import CanvasTarget, Variant
-from truedraft.drafters.models._reader import check_device
 from truedraft.drafters.models._vocabularies import sized
 from truedraft.errors import NoRoom, Refused
 from truedraft.targets._base import Target
@@ -71,11 +70,10 @@ class MaskReader:
         """Host the model, for a target.
 
         Raises:
-            Refused: it is no diffusion model, does not attend as its layout names it, or is on another device.
+            Refused: it is no diffusion model, or does not attend as its layout names it.
         """
         self._host()
-        check_device(self.target.device, target)
-        self._vocabulary = target.vocabulary
+        self._device, self._vocabulary = target.device, target.vocabulary
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
@@ -125,7 +123,8 @@ class MaskReader:
         return row.room if context is None else context - len(row.tokens)
 
     def filled(self, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
-        """One pass: (rows, most of `counts`, V) raw logits, V as in the target, at so many masks behind each row."""
+        """One pass: (rows, most of `counts`, V) raw logits at so many masks behind each row, V and the device as of the
+        target."""
         self._admit(rows)
         asked = dict(zip(rows, counts, strict=True))
         variants = [
@@ -138,7 +137,7 @@ class MaskReader:
                 self._committed[slot] = self.target.commit(slot, 0)
         logits = pad_sequence([found[row] for row in rows], batch_first=True)
         logits[..., self.layout.mask] = -torch.inf
-        return sized(logits, self._vocabulary)
+        return sized(logits, self._vocabulary).to(self._device)
 
     def _admit(self, rows: Sequence[Row]) -> None:
         for slot in reversed([slot for slot, row in enumerate(self._rows) if row not in self._running]):

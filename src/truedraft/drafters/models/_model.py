@@ -52,12 +52,15 @@ class ModelDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        if (drafted := self.vocabulary) is None or drafted.ids is None:
-            return []
-        return [
-            f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "
-            "that both have; string-level-exact drafts all of its own"
-        ]
+        found = []
+        if (drafted := self.vocabulary) is not None and drafted.ids is not None:
+            found.append(
+                f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "
+                "that both have; string-level-exact drafts all of its own"
+            )
+        if (device := self._reader.target.device) != self._reader.device:
+            found.append(f"the draft model is on {device}, the model on {self._reader.device}")
+        return found
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
         same = self.own_tokenizer is None or self.own_tokenizer.get_vocab() == tokenizer.get_vocab()

@@ -140,8 +140,8 @@ class NestedReader(Reader):
     def decode_greedily(self, growing: Sequence[GrowingTree], least: float) -> bool:
         return False
 
-    def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        return self._go_on(0, chains)
+    def read(self, chains: Sequence[Sequence[int]]) -> None:
+        self._go_on(0, chains)
 
     def keep(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]] = ()) -> None:
         """Does nothing: what was read is kept already."""
@@ -159,7 +159,7 @@ class NestedReader(Reader):
                 further = self._go_on(exit, [self._waiting(slot, exit, slot in unsure) for slot in range(len(chains))])
                 logits[unsure] = further[unsure]
                 unsure = self._unsure(exit, unsure, logits)
-        return self.texts.logits(logits[slots], self._vocabulary)
+        return self._drafted_from(logits[slots])
 
     def _unsure(self, exit: int, slots: Sequence[int], logits: Tensor) -> list[int]:
         """Those of these slots that go on behind an exit."""

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from truedraft.card import method_name
-from truedraft.chance import likeliest
+from truedraft.chance import Chance, likeliest
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._worker import Worker
 from truedraft.drafters.models._model import ChainDrafter
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
+from truedraft.tree_shape import chain_parents
+
+
+@dataclass
+class Continuation:
+    """How the thread chooses tokens behind a row's draft.
+
+    verified: the last node of the draft.
+    noise: depth -> (V,) noise that the target draws the token there with; empty where there is none.
+    chance: what it draws tokens from; None where it chooses them.
+    """
+
+    verified: int = 0
+    noise: dict[int, Tensor] = field(default_factory=dict)
+    chance: Chance | None = None
 
 
 class OverlappingDrafter(ChainDrafter):
@@ -23,11 +39,15 @@ class OverlappingDrafter(ChainDrafter):
     A draft is ready where all tokens that the pass emitted had been drafted: it is what follows them. Where fewer than
     `serial` tokens are, as many are drafted before the pass, and the thread drafts on behind these. The thread works
     from the end of `propose` to `observe`, on the draft model's own cache and on trees that nobody else reads
-    meanwhile; it draws no random numbers and calls no processors but those that read scores alone.
+    meanwhile; it calls no processors but those that read scores alone.
 
-    How far it gets depends on time, and so do the drafts. A text does not: the thread drafts only for rows whose rule
-    emits the same tokens whatever is drafted. For others, and where processors read the text, whole drafts are made
-    before the pass, as by `draft-model`.
+    How far it gets depends on time, and so do the drafts. A text does not, where the rule emits the same tokens
+    whatever is drafted. Rules that verify drafts against the law that these were drawn from emit others for other
+    drafts: for their rows the thread drafts `length` tokens behind the next one, neither more nor fewer, and the pass
+    waits for it. It draws them from a stream of its own. The first token behind what is verified, which the pass
+    decides, is a guess and is never verified; it is chosen with the noise that the pass draws by. Nothing is verified
+    twice. Where there is no such stream, for rules that accept other drafts, and where processors read
+    the text, whole drafts are made before the pass, as by `draft-model`.
 
     A subclass grows trees (`grow`): the first level from all nodes of what is drafted already that may have children,
     the root included.
@@ -53,10 +73,10 @@ class OverlappingDrafter(ChainDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if (device := self.reader.target.device).type != "cpu":
+        if target.device.type != "cpu":
             raise Refused(
-                f"{method_name(self)} drafts on some cores of the CPU while others verify, and the draft model is on "
-                f"{device}: use draft-model"
+                f"{method_name(self)} drafts in a thread while a pass of the CPU verifies, and the model is on "
+                f"{target.device}: use draft-model, or move the model to the CPU"
             )
         self._like = torch.empty(0, target.vocabulary)
 
@@ -84,68 +104,82 @@ class OverlappingDrafter(ChainDrafter):
         ]
         drafts = self._completed(rows, budget, drafted)
         if overlapped := [
-            (row, tree) for row, tree, known in zip(rows, drafts, drafted, strict=True) if known is not None
+            (row, tree if tree.dist is None else tree.cut(1 + most))
+            for row, tree, known, most in zip(rows, drafts, drafted, budget, strict=True)
+            if known is not None
         ]:
             self.requested += len(overlapped)
-            self.ready += sum(map(bool, drafted))
+            self.ready += sum(known is not None and len(known) > 1 for known in drafted)
             self.reader.catch_up(rows)
-            self._worker.start(self._levels([self._continued(row, tree.tokens[1:]) for row, tree in overlapped]))
+            self._worker.start(self._levels([self._continued(row, tree) for row, tree in overlapped]))
         return [tree.cut(1 + most) for tree, most in zip(drafts, budget, strict=True)]
 
     def _completed(
-        self, rows: Sequence[Row], budget: Sequence[int], drafted: Sequence[Sequence[int] | None]
+        self, rows: Sequence[Row], budget: Sequence[int], drafted: Sequence[DraftTree | None]
     ) -> list[DraftTree]:
         """Drafts of `serial` tokens or more, from those that are ready; whole ones of other rows."""
         more = [
-            most if known is None else max(min(most, self.serial) - len(known), 0) if _continues(row, known) else 0
+            most if known is None else max(min(most, self.serial) - known.drafted, 0) if _continues(row, known) else 0
             for row, most, known in zip(rows, budget, drafted, strict=True)
         ]
-        if not any(more):
-            return [DraftTree.chain(row.tokens[-1], known or ()) for row, known in zip(rows, drafted, strict=True)]
-        trees = super().extend_each(rows, [known or () for known in drafted], more)
-        return [
-            DraftTree.chain(row.tokens[-1], [*known, *tree.tokens[1:]]) if known else tree
-            for row, known, tree in zip(rows, drafted, trees, strict=True)
+        known = [
+            DraftTree.chain(row.tokens[-1]) if tree is None else tree for row, tree in zip(rows, drafted, strict=True)
         ]
+        if not any(more):
+            return known
+        trees = super().extend_each(rows, [tree.tokens[1:] for tree in known], more)
+        return [_joined(first, second) for first, second in zip(known, trees, strict=True)]
 
     def _overlaps(self, row: Row) -> bool:
         """Whether the thread may draft for a row."""
-        return row.request.rule.guarantee == "tokens" and row.request.laws.drafts_pointwise
+        request = row.request
+        drawn = self.preferred(row) == "law"
+        drafted = request.chance.beside() is not None if drawn else request.rule.guarantee == "tokens"
+        return drafted and request.laws.drafts_pointwise
 
-    def _drafted(self, row: Row) -> list[int]:
-        """What was drafted behind a row's tokens; nothing where it has emitted others."""
+    def _drafted(self, row: Row) -> DraftTree:
+        """What was drafted behind a row's tokens, a chain; nothing where it has emitted others."""
+        drawn, none = self.preferred(row) == "law", DraftTree.chain(row.tokens[-1])
         if row not in self._trees:
-            return []
+            return none
         growing, length = self._trees[row]
         node = growing.root
         for token in row.tokens[length:]:
             found = [child for child in _children(growing, node) if growing.tokens[child] == token]
             if not found:
-                return []
+                return none
             node = found[0]
-        tokens: list[int] = []
-        while below := _children(growing, node):
-            node = below[0]
-            tokens.append(growing.tokens[node])
-        return tokens
+        if drawn and node <= growing.state.verified:
+            return none
+        nodes = [node]
+        while below := _children(growing, nodes[-1]):
+            nodes.append(below[0])
+        laws = [growing.laws[parent] for parent in nodes[:-1]] if drawn else None
+        return _chain([growing.tokens[node] for node in nodes], laws)
 
-    def _continued(self, row: Row, drafted: Sequence[int]) -> GrowingTree:
+    def _continued(self, row: Row, tree: DraftTree) -> GrowingTree:
         """A row's draft as the thread continues it."""
         growing = self._growing(row, self.width)
         growing.room = self.expansions
+        growing.state = Continuation(growing.root + tree.drafted)
         if growing.frontier:
-            growing.state = self._noise_of(row, growing.deepest)
+            if self.preferred(row) == "law":
+                growing.deepest = min(growing.deepest, tree.drafted + 1 + self.length)
+                growing.state.chance = row.request.chance.beside()
+                growing.state.noise = self._noise_of(row, tree.drafted + 1)
+            elif self.preferred(row) == "noise":
+                growing.state.noise = self._noise_of(row, growing.deepest)
             node = growing.root
-            for token in drafted:
-                (node,) = growing.add(node, [token])
+            for i, token in enumerate(tree.tokens[1:]):
+                (node,) = growing.add(node, [token], tree.dist[i] if tree.dist else None)
             growing.end_level(range(growing.root, node + 1))
         self._trees[row] = growing, len(row.tokens)
         return growing
 
     def _noise_of(self, row: Row, depth: int) -> dict[int, Tensor]:
-        """By depth, the (V,) noise that the target draws the row's next tokens with; empty where drafts are chosen
-        without."""
-        if self.preferred(row) != "noise" or row.request.laws.unknown_processors:
+        """By depth, the (V,) noise that the target draws the row's next tokens with; empty where that is not
+        available."""
+        if row.request.laws.unknown_processors:
             return {}
         steps = range(row.step, row.step + depth)
         known = {step: noise for step, noise in self._noise.get(row, {}).items() if step >= row.step}
@@ -160,12 +194,14 @@ class OverlappingDrafter(ChainDrafter):
     def chosen(self, growing: GrowingTree, node: int, law: Tensor, count: int = 1) -> list[int]:
         if growing.state is None:
             return super().chosen(growing, node, law, count)
-        return likeliest(self.keys(growing, node, law), count)
+        if growing.state.chance is None or not growing.passes or not law.any():
+            return likeliest(self.keys(growing, node, law), count)
+        return growing.state.chance.draw(law, growing.row, count)
 
     @staticmethod
     def keys(growing: GrowingTree, node: int, law: Tensor) -> Tensor:
         """(V,) what tokens below a node of the thread's trees are ranked by, see `keys_of`. law: (V,)."""
-        noise: Tensor | None = growing.state.get(growing.depth[node])
+        noise: Tensor | None = growing.state.noise.get(growing.depth[node])
         return law if noise is None else law / noise
 
     def _levels(self, trees: Sequence[GrowingTree]) -> Iterator[None]:
@@ -183,6 +219,8 @@ class OverlappingDrafter(ChainDrafter):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
+        if any(self.preferred(row) == "law" for row in rows):
+            self._worker.finish()
         self._worker.stop()
 
     def end(self, row: Row) -> None:
@@ -197,9 +235,24 @@ class OverlappingDrafter(ChainDrafter):
             super().end(row)
 
 
-def _continues(row: Row, drafted: Sequence[int]) -> bool:
+def _continues(row: Row, drafted: DraftTree) -> bool:
     """Whether tokens may follow the drafted ones."""
-    return not drafted or drafted[-1] not in row.ends
+    return len(drafted) == 1 or drafted.tokens[-1] not in row.ends
+
+
+def _chain(tokens: Sequence[int], laws: Sequence[Tensor | None] | None) -> DraftTree:
+    """A chain, the pending token first, and the laws that its tokens behind that were drawn from, if they were."""
+    if laws is None:
+        return DraftTree.chain(tokens[0], tokens[1:])
+    return DraftTree(tuple(tokens), chain_parents(len(tokens)), (*laws, None), draws="one")
+
+
+def _joined(first: DraftTree, second: DraftTree) -> DraftTree:
+    """A chain, and one behind it whose root is its last token."""
+    if len(first) == 1:
+        return second
+    laws = [*first.dist[:-1], *second.dist[:-1]] if first.dist and second.dist else None
+    return _chain([*first.tokens, *second.tokens[1:]], laws)
 
 
 def _children(growing: GrowingTree, node: int) -> list[int]:

@@ -45,12 +45,6 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
     return model, None
 
 
-def check_device(device: torch.device, target: Target) -> None:
-    """Raises Refused where a draft model is not on the target's device."""
-    if device != target.device:
-        raise Refused(f"the draft model is on {device}, the model on {target.device}: move one to the other")
-
-
 class Reader:
     """A draft model with a KV cache of its own, a slot per row, as a `LevelReader`; a row may be admitted to it later
     than to the target.
@@ -58,15 +52,20 @@ class Reader:
     An encoder-decoder encodes the sources of the rows with its own encoder, once each, and starts from the same
     decoder prompt as the target.
 
+    The draft model may be on another device than the target. Its cache and its passes are there; of each pass the
+    logits that drafts grow from are moved to the target's device, and nothing else.
+
     Args:
         model: the draft model.
         runtime: how it makes its passes, see DecoderTarget.
 
-    texts: the rows in its tokens. slot_rows: row of each slot. written: tokens of each slot in the cache.
+    device: the target's, that of the logits. texts: the rows in its tokens. slot_rows: row of each slot.
+    written: tokens of each slot in the cache.
     """
 
     def __init__(self, model: Any, runtime: str = "auto"):
         self.model, self.runtime = model, runtime
+        self.device = torch.device("cpu")
         self.texts = RowTexts()
         self.slot_rows: list[Row] = []
         self.written: list[list[int]] = []
@@ -92,8 +91,7 @@ class Reader:
         """Host the draft model, for a target.
 
         Raises:
-            Refused: one of the two has an encoder and the other has none, they are on different devices, or the
-                draft model cannot be hosted exactly.
+            Refused: one of the two has an encoder and the other has none, or the draft model cannot be hosted exactly.
         """
         name, (mine, others) = type(self.model).__name__, (family_of(self.model.config), target.family)
         if mine != others:
@@ -103,8 +101,7 @@ class Reader:
                 f"give {other} as the draft model"
             )
         self._host()
-        check_device(self.target.device, target)
-        self._vocabulary = target.vocabulary
+        self.device, self._vocabulary = target.device, target.vocabulary
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
@@ -230,7 +227,8 @@ class Reader:
         return self.expand_tapped(growing, NO_TAPS)[0]
 
     def expand_tapped(self, growing: Sequence[GrowingTree], taps: Taps) -> list[Tensor]:
-        """The logits of `expand`, and the model's hidden states at the same nodes, (k, H) by layer of `taps`."""
+        """The logits of `expand`, and the model's hidden states at the same nodes, (k, H) by layer of `taps`, on its
+        own device."""
         slots, last = self._slots_of(growing), [0] * len(self.slot_rows)
         begins = False
         for slot, tree in zip(slots, growing, strict=True):
@@ -238,7 +236,7 @@ class Reader:
         logits, states = self.target.extend_tapped(*self._inputs(last), last, taps)
         if begins:
             self._keep_rooted()
-        found = [self.texts.logits(logits, self._vocabulary), *states.values()]
+        found = [self._drafted_from(logits), *states.values()]
         if len(slots) == 1 or slots == sorted(slots):
             return found
         return [torch.cat([one.split(last)[slot] for slot in slots]) for one in found]
@@ -332,13 +330,17 @@ class Reader:
         del written[common:]
         self.target.crop(slot, common)
 
-    def read(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        """One pass over a chain for each slot; an empty one reads a dummy node. See `score`."""
-        return self.score([DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains])
+    def read(self, chains: Sequence[Sequence[int]]) -> None:
+        """One pass over a chain for each slot; an empty one reads a dummy node."""
+        self.target.score([DraftTree.chain(chain[0], chain[1:]) if chain else NOTHING for chain in chains])
 
     def score(self, trees: Sequence[DraftTree]) -> Tensor:
         """One pass over a tree for each slot; (slots, nodes, n) raw logits of the n tokens that are drafted."""
-        return self.texts.logits(self.target.score(trees).logits, self._vocabulary)
+        return self._drafted_from(self.target.score(trees).logits)
+
+    def _drafted_from(self, logits: Tensor) -> Tensor:
+        """(..., n) logits of the tokens that are drafted, on the target's device, from those of a pass."""
+        return self.texts.logits(logits, self._vocabulary).to(self.device)
 
     def keep(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]] = ()) -> None:
         """Commit nodes of each slot's last pass with these tokens: its first ones, a chain, or those of `paths`."""

@@ -9,7 +9,8 @@ several tokens cost little more than over one.
 
 In the paper corrections are read from an early layer of the target, by a message in the middle of its pass, and the
 draft model is trained to emit several tokens a step. Here they are the draft model's own next choices, so that any
-target and any draft model will do, and compiled passes are not divided.
+target and any draft model will do, and compiled passes are not divided. Half-way through a pass of small models, whose
+heads are not trained for it, the target's law is the worse of the two (`benchmarks/handover.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class MirrorSd(OverlappingDrafter):
             child
             for node, law in zip(nodes, laws, strict=True)
             if node >= begun
-            for child in growing.add(node, self.chosen(growing, node, law))
+            for child in growing.add(node, self.chosen(growing, node, law), law)
         ]
         growing.end_level(added if growing.passes else added + self._corrections(growing, nodes, laws))
 

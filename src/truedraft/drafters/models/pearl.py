@@ -4,9 +4,10 @@ Liu et al., "PEARL: Parallel Speculative Decoding with Adaptive Draft Length", I
 pass verifies a draft, the draft model continues behind it, as if all of it were accepted and the bonus token were its
 own next token; where that comes true, the next draft is there at once (post-verify). Else the next pass has no draft,
 and the draft model begins one meanwhile, whose first token the pass decides (pre-verify). So drafts are as long as a
-pass takes. It wins where the draft model is often right for many tokens, is many times faster than the target, and has
-cores of its own; where both compete for the same cores, or drafts are often wrong, `draft-model` is better. With
-`serial` above 0 the passes after a rejection have drafts too, as in `draft-model`.
+pass takes; where the rule verifies drafts against the law that they were drawn from, of `length` tokens. It wins where
+the draft model is often right for many tokens, is many times faster than the target, and has cores or a device of its
+own; where both compete for the same cores, or drafts are often wrong, `draft-model` is better. With `serial` above 0
+the passes after a rejection have drafts too, as in `draft-model`.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
                 f"{type(self.model).__name__} have {given}: give its own head"
             )
         self.reader.target.check_taps(LAST)
-        self._reader.head = head.to(target.device).eval()
+        self._reader.head = head.to(self.reader.target.device).eval()
 
     def _opened(self, target: Target) -> AcceptanceHead:
         """The head, whose checkpoint is one for these two models."""

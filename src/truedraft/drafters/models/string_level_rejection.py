@@ -341,7 +341,7 @@ class StringLevelRejection(StringDrafter):
         """Draft a token by `psi`, and begin the splits of the one behind it; see `_begun`."""
         splits, row = growing.state, growing.row
         drafted, node, psi = splits.drafted, splits.node, splits.psi[: self._first.size].clamp_(min=0.0)
-        scores = (psi / psi.max()).float().log().to(self.reader.target.device)
+        scores = (psi / psi.max()).float().log().to(self.reader.device)
         law = laws_of([row], [drafted.path(node)], scores[None])[0]
         drafted.end_level(drafted.add(node, self.chosen(drafted, node, law), law))
         if not drafted.frontier:
