@@ -196,10 +196,11 @@ def main() -> None:
                 held = texts[-args.prompts :]
                 rows = measured(names, model, tokenizer, small, head, mode, held, args.tokens)
                 if args.json:
-                    kept = json.loads(args.json.read_text("utf-8"))["rows"] if args.json.exists() else []
-                    kept = [row for row in kept if (row["target"], row["mode"]) != (names[0], mode)]
-                    found = {"minutes": args.minutes, "prompts": args.prompts, "tokens": args.tokens}
-                    write_whole(args.json, json.dumps(found | {"rows": kept + rows}, indent=1))
+                    kept = json.loads(args.json.read_text("utf-8")) if args.json.exists() else {}
+                    others = [row for row in kept.get("rows", ()) if (row["target"], row["mode"]) != (names[0], mode)]
+                    given = {name: getattr(args, name) for name in ("lines", "minutes", "prompts", "tokens")}
+                    settings = kept.get("settings", {}) | {f"{names[0]}, {mode}": given}
+                    write_whole(args.json, json.dumps({"settings": settings, "rows": others + rows}, indent=1))
     if args.json and args.svg:
         write_whole(args.svg, plotted(json.loads(args.json.read_text("utf-8"))["rows"]))
 

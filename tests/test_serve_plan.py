@@ -15,7 +15,7 @@ from truedraft.serve.plan import check_fits, planned
 
 
 def test_weights_and_cache_are_those_that_are_allocated() -> None:
-    config = ServeConfig(model="nano", max_rows=3, max_model_len=200, prefix_bytes=1000)
+    config = ServeConfig(model="nano", max_rows=3, max_model_len=200, prefix_bytes=1000, record="r", train="t")
     parts = {part.name: part.bytes for part in planned(config)}
     model, tokenizer = load("nano")
     assert parts["weights"] == sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
@@ -23,7 +23,7 @@ def test_weights_and_cache_are_those_that_are_allocated() -> None:
         layers = engine._target.cache.layers  # type: ignore[attr-defined]
         held = sum(kept.numel() * kept.element_size() for layer in layers for kept in (layer.keys, layer.values))
     assert parts["KV cache"] == held
-    assert parts["prefixes"] == 1000
+    assert parts["prefixes"] == 1000 and parts["training"] == parts["weights"]
 
 
 def test_drafters_with_weights_are_counted_and_what_does_not_fit_is_refused() -> None:
