@@ -131,3 +131,18 @@ def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
     fast.generate(**ragged(model, 3), max_new_tokens=9)
     readers = readers_of(fast.drafter)
     assert readers and all(reader.target.cache is None and not reader.slot_rows for reader in readers)
+
+
+@pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
+def test_a_call_without_drafts_does_not_touch_the_draft_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    fast = truedraft.accelerate(model, draft=nets.drafter(name, model), control="fixed")
+    propose, touched = fast.drafter.propose, list[str]()
+    monkeypatch.setattr(fast.drafter, "propose", lambda rows, budget: propose(rows, [0] * len(rows)))
+    for reader in readers_of(fast.drafter):
+        monkeypatch.setattr(reader, "_host", lambda: touched.append("compared"))
+        for method in ("reserve", "prefill", "extend_tapped", "extend_greedily", "score"):
+            monkeypatch.setattr(reader.target, method, lambda *_, method=method: touched.append(method))
+    inputs = ragged(model, 3)
+    expected = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=9, do_sample=False), expected) and not touched
