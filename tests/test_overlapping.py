@@ -362,12 +362,10 @@ class Beside(Replay):
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "length"),
-    [("pearl", "rejection", 2), ("pearl", "block", 1), ("mirror-sd", "rejection", 1), ("mirror-sd", "multi-round", 1)],
+    ("name", "rule"),
+    [("pearl", "rejection"), ("pearl", "block"), ("mirror-sd", "rejection"), ("mirror-sd", "multi-round")],
 )
-def test_the_law_is_the_targets_where_the_thread_draws(
-    name: str, rule: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_law_is_the_targets_where_the_thread_draws(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration of all draws, those of the thread included."""
     monkeypatch.setattr("truedraft.chance.Replay", Beside)
     model = tiny("llama", torch.float32, vocabulary=SIZE, sharpen=1.5)
@@ -376,7 +374,7 @@ def test_the_law_is_the_targets_where_the_thread_draws(
     expected, drafts = chain_rule(model, prompt[0].tolist(), processors, DRAWN), [0, 0]
 
     def text(chance: Beside) -> tuple[int, ...]:
-        draft = drafting(name, sibling(model, 0.5), length=length)
+        draft = drafting(name, sibling(model, 0.5), length=1)
         draft._worker = Inline(0)
         fast = truedraft.accelerate(model, draft=draft, control="fixed", rule=rule)
         out = fast.generate(prompt, max_new_tokens=DRAWN, do_sample=True, temperature=0.8, top_k=2, chance=chance)[
@@ -493,9 +491,23 @@ def test_the_text_of_a_seed_does_not_depend_on_the_threads_pace(name: str) -> No
 
 
 def test_a_drafter_for_itself_is_always_right_where_the_thread_draws() -> None:
-    """Its law is that of the target, and its guess has the noise of the pass: every draft is accepted and ready."""
-    draft = drafting("pearl", models()[0], length=4)
-    fast = accelerated(draft, rule="rejection")
-    fast.generate(ragged(models()[0], 1)["input_ids"], max_new_tokens=TOKENS, do_sample=True, seed=1, pad_token_id=0)
+    """Its law is that of the target, and its guess has the noise of the pass: every draft is accepted and ready. The
+    laws that come with a draft are those of plain forwards."""
+    model, draft, laws = models()[0], drafting("pearl", models()[0], length=4), 0
+    fast, propose = accelerated(draft, rule="rejection"), draft.propose
+
+    def checked(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        nonlocal laws
+        (tree,) = trees = propose(rows, budget)
+        with torch.no_grad():
+            logits = model(torch.tensor([rows[0].tokens + list(tree.tokens[1:])])).logits[0, len(rows[0].tokens) - 1 :]
+        for law, expected in zip((tree.dist or ())[: tree.drafted], logits.softmax(-1), strict=False):
+            torch.testing.assert_close(law, expected, atol=1e-5, rtol=0)
+            laws += 1
+        return trees  # type: ignore[no-any-return]
+
+    draft.propose = checked
+    ids = ragged(model, 1)["input_ids"]
+    fast.generate(ids, max_new_tokens=TOKENS, do_sample=True, top_k=0, seed=1, pad_token_id=0)
     assert draft.ready == draft.requested - 1, "all but the first"
-    assert fast.report().acceptance_rate == 1.0
+    assert fast.report().acceptance_rate == 1.0 and laws > 10
