@@ -361,8 +361,10 @@ class Beside(Replay):
         return self
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "multi-round"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("pearl", "rejection"), ("pearl", "block"), ("mirror-sd", "rejection"), ("mirror-sd", "multi-round")],
+)
 def test_the_law_is_the_targets_where_the_thread_draws(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration of all draws, those of the thread included."""
     monkeypatch.setattr("truedraft.chance.Replay", Beside)
@@ -472,7 +474,14 @@ def test_the_text_of_a_seed_does_not_depend_on_the_threads_pace(name: str) -> No
     texts, given = [], {"max_new_tokens": TOKENS, "pad_token_id": 0, "do_sample": True, "temperature": 1.5}
     for worker in (None, None, Inline(0), Paced(1), Paced(2)):
         draft = drafting(name, length=3, serial=0)
-        draft._worker = worker or draft._worker
+        draft._worker, ready = worker or draft._worker, draft._drafted
+
+        def checked(row: Row, ready: Callable[[Row], DraftTree] = ready) -> DraftTree:
+            tree = ready(row)
+            assert tree.drafted <= 3, "more was drafted than will be verified"
+            return tree
+
+        draft._drafted = checked
         fast = accelerated(draft, rule="rejection")
         texts.append(fast.generate(**ragged(models()[0], 3), **given, seed=5).tolist())
         assert 0 < draft.ready < draft.requested
@@ -482,9 +491,23 @@ def test_the_text_of_a_seed_does_not_depend_on_the_threads_pace(name: str) -> No
 
 
 def test_a_drafter_for_itself_is_always_right_where_the_thread_draws() -> None:
-    """Its law is that of the target, and its guess has the noise of the pass: every draft is accepted and ready."""
-    draft = drafting("pearl", models()[0], length=4)
-    fast = accelerated(draft, rule="rejection")
-    fast.generate(ragged(models()[0], 1)["input_ids"], max_new_tokens=TOKENS, do_sample=True, seed=1, pad_token_id=0)
+    """Its law is that of the target, and its guess has the noise of the pass: every draft is accepted and ready. The
+    laws that come with a draft are those of plain forwards."""
+    model, draft, laws = models()[0], drafting("pearl", models()[0], length=4), 0
+    fast, propose = accelerated(draft, rule="rejection"), draft.propose
+
+    def checked(rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
+        nonlocal laws
+        (tree,) = trees = propose(rows, budget)
+        with torch.no_grad():
+            logits = model(torch.tensor([rows[0].tokens + list(tree.tokens[1:])])).logits[0, len(rows[0].tokens) - 1 :]
+        for law, expected in zip((tree.dist or ())[: tree.drafted], logits.softmax(-1), strict=False):
+            torch.testing.assert_close(law, expected, atol=1e-5, rtol=0)
+            laws += 1
+        return trees  # type: ignore[no-any-return]
+
+    draft.propose = checked
+    ids = ragged(model, 1)["input_ids"]
+    fast.generate(ids, max_new_tokens=TOKENS, do_sample=True, top_k=0, seed=1, pad_token_id=0)
     assert draft.ready == draft.requested - 1, "all but the first"
-    assert fast.report().acceptance_rate == 1.0
+    assert fast.report().acceptance_rate == 1.0 and laws > 10

@@ -16,7 +16,6 @@ from truedraft.drafters.models._model import ChainDrafter
 from truedraft.errors import Refused
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
-from truedraft.tree_shape import chain_parents
 
 
 @dataclass
@@ -242,9 +241,8 @@ def _continues(row: Row, drafted: DraftTree) -> bool:
 
 def _chain(tokens: Sequence[int], laws: Sequence[Tensor | None] | None) -> DraftTree:
     """A chain, the pending token first, and the laws that its tokens behind that were drawn from, if they were."""
-    if laws is None:
-        return DraftTree.chain(tokens[0], tokens[1:])
-    return DraftTree(tuple(tokens), chain_parents(len(tokens)), (*laws, None), draws="one")
+    made = DraftTree.chain(tokens[0], tokens[1:])
+    return made if laws is None else made.replaced(dist=(*laws, None), draws="one")
 
 
 def _joined(first: DraftTree, second: DraftTree) -> DraftTree:
