@@ -19,7 +19,6 @@ from transformers.generation.logits_process import (
 )
 
 import seq2seq_models
-import test_law
 import truedraft
 from models import ragged, sibling, tiny
 from test_law import SAMPLING, chain_rule
@@ -155,14 +154,13 @@ def choices(batch: int, ids: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", SAMPLING)
-def test_the_law_of_drafts_that_end_by_their_own_tokens(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_of_drafts_that_end_by_their_own_tokens(rule: str) -> None:
     """The first drafted token decides whether the third is drafted; every draw is enumerated."""
-    monkeypatch.setattr(test_law, "STEPS", 5)
     model = tiny("llama", torch.float32, vocabulary=4, sharpen=1.5)
     small, prompt = sibling(model, 0.4), [3, 1, 2]
     head, lengths = head_of(small, spread=40.0), set[int]()
     processors = LogitsProcessorList([PrefixConstrainedLogitsProcessor(choices, 1), TemperatureLogitsWarper(0.8)])
-    expected = chain_rule(model, prompt, processors)
+    expected = chain_rule(model, prompt, processors, steps=5)
     between = sum(plain_estimates(small, head, [*prompt, 1, token])[0] for token in choices(0, torch.zeros(4))) / 2
     draft = registry.load("drafters", "specdec-pp", model=small, head=head, threshold=1 - between, length=3)
     settings: dict[str, Any] = dict(prefix_allowed_tokens_fn=choices, temperature=0.8, top_k=0, do_sample=True)
