@@ -41,31 +41,44 @@ def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: st
 def test_greedy_drafts_from_ranked_tokens_are_those_from_whole_distributions(
     name: str, head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which compiled code ranks, and torch computes."""
+    """Which compiled code ranks, and torch computes; of three rows."""
     model = tiny(dtype=torch.float32)
     given = {"source": drafter("eagle", model)} if head else {"model": sibling(model)}
-    ranked = trees_of(registry.load("drafters", name, **given), model)
+    ranked = [tree for _, tree in trees_of(registry.load("drafters", name, **given), model, rows=3)]
     monkeypatch.setattr(GrowingDrafter, "greedy", lambda self, growing: False)
-    whole = trees_of(registry.load("drafters", name, **given), model)
-    assert [(text, tree.tokens, tree.parent) for text, tree in ranked] == [
-        (text, tree.tokens, tree.parent) for text, tree in whole
-    ]
-    assert any(tree.drafted for _, tree in whole)
+    whole = [tree for _, tree in trees_of(registry.load("drafters", name, **given), model, rows=3)]
+    assert [(tree.tokens, tree.parent) for tree in ranked] == [(tree.tokens, tree.parent) for tree in whole]
+    assert any(tree.drafted for tree in whole)
 
 
-def trees_of(draft: Any, model: Any, steps: int = 12, **given: Any) -> list[tuple[list[int], DraftTree]]:
-    """The drafts of a call for one row, with the tokens that it had."""
+@pytest.mark.parametrize("plain", [10.0, 1e-6], ids=["dear passes", "cheap passes"])
+@pytest.mark.parametrize("name", ["opt-tree", "specexec", "opt-tree:gain=1e-9"])
+def test_a_tree_ends_where_a_level_costs_more_than_it_saves(name: str, plain: float) -> None:
+    """Levels of these models take about a thousandth of a second; the first draft measures one. A least gain that is
+    given replaces the costs."""
+    model = tiny(dtype=torch.float32)
+    draft: Any = registry.load("drafters", name, model=sibling(model))
+    found = trees_of(draft, model, 40, pass_cost=PassCost(plain, 0.0))[2:]
+    deep = plain > 1 or "gain" in name
+    assert found and all((max(tree.shape.depth) > 1) == deep for _, tree in found[:3])
+
+
+def trees_of(
+    draft: Any, model: Any, steps: int = 12, rows: int = 1, pass_cost: PassCost | None = None, **given: Any
+) -> list[tuple[list[int], DraftTree]]:
+    """The drafts of a call, with the tokens that their rows had."""
     found: list[tuple[list[int], DraftTree]] = []
     propose = draft.propose
 
-    def proposed(rows: Any, budget: Any) -> Any:
-        made = propose(rows, budget)
-        found.append((list(rows[0].tokens), made[0]))
+    def proposed(running: Any, budget: Any) -> Any:
+        draft.pass_cost = pass_cost
+        made = propose(running, budget)
+        found.extend((list(row.tokens), tree) for row, tree in zip(running, made, strict=True))
         return made
 
     draft.propose = proposed
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
-    fast.generate(**ragged(model, 1), max_new_tokens=steps, do_sample=False, eos_token_id=None, **given)
+    fast.generate(**ragged(model, rows), max_new_tokens=steps, do_sample=False, eos_token_id=None, **given)
     return found
 
 
