@@ -92,6 +92,27 @@ def laws_along(model: Any, text: list[int], tree: DraftTree) -> dict[int, list[f
     return laws
 
 
+@pytest.mark.parametrize("name", ["opt-tree", "stochastic-beam"])
+def test_levels_have_the_likeliest_paths(name: str) -> None:
+    """By a beam search over plain forwards; `opt-tree` drafts the best nodes of all levels."""
+    model, small = tiny(), sibling(tiny())
+    knobs = {"opt-tree": {"nodes": 11, "gain": 1e-9}, "stochastic-beam": {}}[name]
+    draft = registry.load("drafters", name, model=small, beam=5, length=4, **knobs)
+    text, tree = trees_of(draft, model)[0]
+    found: dict[tuple[int, ...], float] = {}
+    level = {(): 1.0}
+    for _ in range(4):
+        longer = {}
+        for path, above in level.items():
+            with torch.no_grad():
+                law = small(torch.tensor([text + list(path)])).logits[0, -1].softmax(-1)
+            longer |= {(*path, token): above * chance for token, chance in enumerate(law.tolist())}
+        level = dict(sorted(longer.items(), key=lambda one: -one[1])[:5])
+        found |= level
+    best = sorted(found, key=lambda path: -found[path])[: 11 if name == "opt-tree" else None]
+    assert {tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(1, len(tree))} == set(best)
+
+
 def test_specexec_drafts_the_best_nodes_of_all() -> None:
     """By an independent best-first search over plain forwards, with as many expansions as it likes."""
     model, small = tiny(), sibling(tiny())
