@@ -53,8 +53,7 @@ sanitize: $(VENV)/dev
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
-# --no-compile: of thousands of modules the tests import some, which Python compiles then
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc src/truedraft/stores/*.c src/truedraft/caches/*.c)
 
 $(VENV)/ready $(VENV)/dev: pyproject.toml setup.py constraints.txt $(NATIVE)
