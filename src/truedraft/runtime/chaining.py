@@ -76,9 +76,6 @@ class ExtendingPass(Runner):
     def _ops(self, hidden: tuple[int, ...], reduction: Reduction) -> Array[Op]: ...
 
     @abstractmethod
-    def _of_vocabulary(self, logits: Tensor) -> Tensor: ...
-
-    @abstractmethod
     def _stride(self, name: str) -> int: ...
 
     def extend(
@@ -89,10 +86,6 @@ class ExtendingPass(Runner):
         for slot, (length, tree, known, count) in enumerate(each):
             nodes.add_tree(slot, length, tree, written=known)
             gather += range(len(nodes) - count, len(nodes))
-        if not taps.hidden:
-            logits = floats(len(gather), self._stride("logits"))
-            self._execute(self._ops((), WHOLE), nodes, gather, None, [logits], {})
-            return self._of_vocabulary(logits), {}
         logits, states = self(nodes, gather, hidden=taps.hidden)
         return logits, {layer: state[gather] for layer, state in states.items()}
 

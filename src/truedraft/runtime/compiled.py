@@ -273,7 +273,9 @@ class CompiledPass(ExtendingPass):
         beside = [torch.zeros(len(nodes), padded_to_16(width)) for width in self._lists.widths(reduction)]
         out = [logits, *kept.values(), *before, *beside]
         self._execute(self._ops(tuple(hidden), reduction), nodes, gather, embeds, out, further)
-        return self._of_vocabulary(logits), {layer: kept[layer][:, : self._hidden] for layer in hidden}
+        if logits.shape[-1] > self._vocabulary:
+            logits = logits[..., : self._vocabulary]
+        return logits, {layer: kept[layer][:, : self._hidden] for layer in hidden}
 
     def _execute(
         self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
@@ -326,10 +328,6 @@ class CompiledPass(ExtendingPass):
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""
-
-    def _of_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits without the padding of their rows."""
-        return logits if logits.shape[-1] == self._vocabulary else logits[..., : self._vocabulary]
 
     def _stride(self, name: str) -> int:
         return padded_to_16(self.program.widths[name])
