@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft import assets
+from stories import beginnings
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
@@ -80,10 +80,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for names in zip(args.pairs[::2], args.pairs[1::2], strict=True):
         (target, tokenizer), (draft, _) = load(names[0]), load(names[1])
-        texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:6]
-        prompts = [
-            tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts
-        ]
+        prompts = beginnings(tokenizer, 6)
         found = [counted(target, draft, ids, args.tokens, args.length) for ids in prompts]
         passes, emitted = (sum(one[place] for one in found) for place in (1, 2))
         for law in found[0][0]:

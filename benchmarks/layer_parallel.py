@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from truedraft import assets
+from stories import beginnings
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
@@ -90,10 +90,7 @@ def main() -> None:
     for names in zip(args.pairs[::2], args.pairs[1::2], strict=True):
         (target, tokenizer), (draft, _) = load(names[0]), load(names[1])
         layers = draft.config.num_hidden_layers
-        texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
-        prompts = [
-            tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts
-        ]
+        prompts = beginnings(tokenizer, 3)
         more = args.tokens + 2 * args.length
         wholes = [target.generate(ids, max_new_tokens=more, min_new_tokens=more, do_sample=False) for ids in prompts]
         ways = {"one by one": grouped(layers, 1, False)}

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 import truedraft
-from truedraft import Drafter, assets, registry
+from stories import beginnings
+from truedraft import Drafter, registry
 from truedraft.bench.stretched import stretched
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
@@ -97,8 +98,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row by way."""
     ways = ways_of(model, tokenizer, names[1], length, cores, controls)
-    texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
-    prompts = [tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts]
+    prompts = beginnings(tokenizer, 3)
     plain = [model.generate(ids, max_new_tokens=tokens, do_sample=False) for ids in prompts]
     for _ in range(rounds):
         for ids, expected in zip(prompts, plain, strict=True):

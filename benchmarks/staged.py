@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 import truedraft
-from truedraft import assets, registry
+from stories import beginnings
+from truedraft import registry
 from truedraft.drafters.models._reader import Reader
 from truedraft.files import write_whole
 from truedraft.loading import load
@@ -103,8 +104,7 @@ def figures(
 def measured(target: str, draft: str, tokens: int) -> list[dict[str, Any]]:
     """A row by method, rule, and what the method keeps of other texts."""
     (model, tokenizer), (small, _) = load(target), load(draft)
-    texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")]
-    prompts = [tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts]
+    prompts = beginnings(tokenizer)
     corpus = texts_of(small, prompts[:BEFORE])
     rows = []
     for rule in RULES:

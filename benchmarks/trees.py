@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import truedraft
-from truedraft import assets
+from stories import beginnings
 from truedraft.bench.sizes import size_of
 from truedraft.bench.stretched import stretched
 from truedraft.cli._models import machine
@@ -81,8 +81,7 @@ def measured(
                 model, tokenizer, draft=named(method, names[1]), control=control
             )
     drafts = {method: _recorded(fast[f"{method}, fixed"].drafter) for method in methods}
-    texts = [assets.prompt("story.txt"), *assets.prompt("stories.txt").split("\n\n")][:3]
-    prompts = [tokenizer(text, return_tensors="pt", return_token_type_ids=False).input_ids[:, :64] for text in texts]
+    prompts = beginnings(tokenizer, 3)
     plain = [model.generate(ids, max_new_tokens=tokens, do_sample=False) for ids in prompts]
     seconds: dict[str, list[float]] = {name: [] for name in fast}
     exact, passes, drafting = dict.fromkeys(fast, True), dict.fromkeys(fast, 0), dict.fromkeys(fast, 0.0)
