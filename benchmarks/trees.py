@@ -39,7 +39,7 @@ METHODS = (
 )  # fmt: skip
 CONTROLS = ("fixed", "cost")
 COUNTED = ("target", "draft", "way", "exact", "tokens_per_pass")
-PASSES = ("extend_tapped", "extend_greedily", "score", "prefill")  # of a draft model's target
+PASSES = ("extend_tapped", "extend_greedily", "extend_trees", "score", "prefill")  # of a draft model's target
 X, Y = 46, 44  # of a picture: from node to node, and from level to level
 
 
@@ -58,7 +58,10 @@ class Passes:
             start = time.perf_counter()
             found = call(*args)
             self.seconds += time.perf_counter() - start
-            self.count += max(map(len, found), default=0) if name == "extend_greedily" and found else 1
+            if name == "extend_greedily" and found:
+                self.count += max(map(len, found), default=0)
+            else:
+                self.count += len(found[1]) if name == "extend_trees" and found else 1
             return found
 
         return timed

@@ -14,6 +14,7 @@ from torch import Tensor
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._candidates import DraftVocabulary, keys_of
+from truedraft.runtime._base import GrownTree
 from truedraft.tree import DraftTree, Draws, Row
 
 
@@ -76,14 +77,16 @@ class GrowingTree:
         return added
 
     def add_each(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Add a child of each of some nodes, as far as `room` allows; returns their indices."""
+        """Add a child of each of some nodes, which may be among those added before it, as far as `room` allows; returns
+        their indices."""
         nodes, tokens = nodes[: self.room], tokens[: self.room]
         first = len(self.tokens)
         self.tokens += tokens
         if self.shared is not None:
             self.ids += [self.shared[token] for token in tokens]
         self.parent += nodes
-        self.depth += [self.depth[node] + 1 for node in nodes]
+        for node in nodes:
+            self.depth.append(self.depth[node] + 1)
         self.room -= len(tokens)
         return list(range(first, len(self.tokens)))
 
@@ -92,6 +95,14 @@ class GrowingTree:
         first `most` of the others."""
         growing, depth, deepest, tokens, ends = self.room > 0, self.depth, self.deepest, self.tokens, self.row.ends
         self.frontier = [n for n in added if growing and depth[n] < deepest and tokens[n] not in ends][:most]
+
+    def take_over(self, grown: GrownTree, tokens: Sequence[int]) -> None:
+        """Become a tree that grew from the root alone. tokens: those of the target for its tokens."""
+        self.add_each([self.root + parent for parent in grown.parents], tokens)
+        kept = grown.kept or range(1, len(tokens) + 1)
+        self.score = {self.root + node: grown.scores[node - 1] for node in kept}
+        self.expanded = {self.root + node for node in grown.read}
+        self.frontier, self.passes = [], grown.passes
 
     def path(self, node: int) -> list[int]:
         """The tokens drafted up to a node."""
@@ -237,6 +248,9 @@ class GrowingDrafter(Drafter):
         for growing in active:
             growing.passes += 1
         self.reader.grown(active)
+
+    def _measure(self, seconds: float, begins: bool) -> None:
+        """Take account of the time of a level. begins: whether it was the first of a draft."""
 
     def _grow_level(self, active: Sequence[GrowingTree], logits: Tensor) -> None:
         """Grow the level from the reader's (k, draft vocabulary) logits at the frontier nodes of all trees."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 from torch import Tensor
 
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
-from truedraft.stores.likeliest import likeliest_with_chances
+from truedraft.drafters.models._reader import Reader
+from truedraft.runtime._base import TreeGrowth
+from truedraft.stores.likeliest import MOST, likeliest_with_chances, ranking
+from truedraft.tree import DraftTree
+
+WIDEST = 64  # nodes of a level that compiled code grows
 
 
 class RankedGrowth(GrowingDrafter):
@@ -29,6 +35,30 @@ class RankedGrowth(GrowingDrafter):
         tokens: for each of the nodes the likeliest ones, `most_children` or more, or all that are possible; the
             likeliest first. chances: the probability of each.
         """
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth | None:
+        """How `grow_ranked` grows these trees, for compiled code; None where only that can.
+
+        rows: in the pass that verifies.
+        """
+        return None
+
+    def given_shape(self, growing: GrowingTree) -> Sequence[int] | None:
+        """Numbers of children, node after node and level after level, of a tree of a given shape."""
+        return None
+
+    def _grown(self, growing: Sequence[GrowingTree]) -> list[DraftTree]:
+        ready = [tree for tree in growing if tree.frontier]
+        if ready and isinstance(self.reader, Reader) and all(map(self.greedy, ready)) and (rank := ranking()):
+            growth = self.growth(ready, len(growing))
+            if growth is not None and growth.children <= MOST and growth.width <= WIDEST:
+                shapes = [self.given_shape(tree) for tree in ready]
+                seconds = self.reader.grow_greedily(ready, replace(growth, rank=rank), shapes)
+                for level, took in enumerate(seconds):
+                    self._measure(took, begins=level == 0)
+                if seconds:
+                    return [self.finished(tree) for tree in growing]
+        return super()._grown(growing)
 
     def _grow_level(self, active: Sequence[GrowingTree], logits: Tensor) -> None:
         if not all(map(self.greedy, active)):

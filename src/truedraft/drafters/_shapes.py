@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import RankedGrowth
+from truedraft.runtime._base import TreeGrowth
 
 NODES = 1024  # most nodes of a tree given by its branching factors
 BRANCHES = (
@@ -28,6 +30,17 @@ class OfShape(RankedGrowth):
         """How many children a node has in the shape."""
         depth, shape = growing.depth[node], self.shape_of(growing)
         return shape[depth][growing.place.get(node, 0)] if depth < len(shape) else 0
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth | None:
+        shapes = [self.shape_of(tree) for tree in growing]
+        levels = [level for shape in shapes for level in shape]
+        return TreeGrowth(
+            children=max(map(max, levels)), width=max(sum(map(bool, level)) for level in levels),
+            levels=max(map(len, shapes)),
+        )  # fmt: skip
+
+    def given_shape(self, growing: GrowingTree) -> Sequence[int]:
+        return [*chain.from_iterable(self.shape_of(growing))]
 
     def branch(self, growing: GrowingTree, node: int, tokens: Sequence[int], law: Tensor | None = None) -> list[int]:
         """Add the first children of a node, see `GrowingTree.add`; returns those that have children in the shape."""

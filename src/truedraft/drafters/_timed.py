@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from truedraft.drafters._base import usual_seconds
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree
@@ -21,7 +22,6 @@ class TimedLevels(GrowingDrafter):
         self._measure(time.perf_counter() - start, begins)
 
     def _measure(self, seconds: float, begins: bool) -> None:
-        """The time of a level. begins: whether it was the first of a draft."""
         if begins:  # it reads more tokens than later levels, and bounds their time where these were interrupted
             self._of_level = min(self._of_level, seconds)
         else:
@@ -37,6 +37,13 @@ class PayingLevels(TimedLevels):
 
     nodes: int
     _per_level = 1.0  # levels of a draft that a pass of the reader adds; a moving average
+
+    def paying(self, rows: int) -> dict[str, Any]:
+        """The fields of `TreeGrowth` by which compiled code decides as `continues` does."""
+        found: dict[str, Any] = {"nodes": self.nodes, "more": round(self._per_level)}
+        if (cost := self.pass_cost) is not None:
+            found |= {"plain": cost.plain / rows, "node": cost.node, "level": self._of_level}
+        return found
 
     def continues(self, growing: GrowingTree, rows: int, active: int) -> bool:
         """Whether the next level adds more tokens per second than the pass has with the draft so far.

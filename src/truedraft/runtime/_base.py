@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +30,69 @@ class GreedyChain:
     ends: Sequence[int]
     least: float
     columns: Tensor | int
+
+
+@dataclass(frozen=True, eq=False)
+class TreeGrowth:
+    """How trees of likeliest tokens grow, level by level, by the probabilities of their paths.
+
+    children: of a node, at most. beam: so many paths of a level are added; 0: all. kept: so many nodes of the likeliest
+        paths remain, and those of them that are not expanded yet are next; 0: all remain, and the last level is next.
+    width: nodes expanded at a level. levels: passes at most. decay: of a path's probability per level.
+    sure: (below this probability of the likeliest token, so many children), ascending.
+    nodes: of the likeliest paths, those that count for costs and gains.
+    plain, node, level: seconds of a tree's share of a plain pass, of each further node, and of a level of all trees;
+        plain 0: costs end no tree. more: levels that a further one is reckoned with.
+    gain: a level that adds less to the probabilities of all paths is the last.
+    rank: address of the compiled function that ranks logits, see `native/trees.inc`.
+    """
+
+    children: int
+    width: int
+    levels: int
+    beam: int = 0
+    kept: int = 0
+    decay: float = 1.0
+    sure: Sequence[tuple[float, int]] = ()
+    nodes: int = 0
+    plain: float = 0.0
+    node: float = 0.0
+    level: float = 0.0
+    more: int = 1
+    gain: float = -math.inf
+    rank: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLimits:
+    """Limits of one of these trees.
+
+    most: nodes that are added. deepest: levels. budget: nodes of the finished draft. ends: tokens without children.
+    columns: see `GreedyChain`. shape: numbers of children, node after node and level after level; None: no given shape.
+    """
+
+    most: int
+    deepest: int
+    budget: int
+    ends: Sequence[int]
+    columns: Tensor | int
+    shape: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GrownTree:
+    """Nodes added below a root, which is node 0.
+
+    tokens, parents, scores: of the nodes from 1 on, with the probabilities of their paths. read: the nodes that passes
+    read, in order, the root first. kept: those that remain, the likeliest first. passes: that it had.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    read: list[int]
+    kept: list[int]
+    passes: int
 
 
 class Runner(ABC):
@@ -157,4 +221,12 @@ class Runner(ABC):
     ) -> list[list[int]] | None:
         """The tokens of a chain behind the last node of each tree that has one, in one call; see
         `Target.extend_greedily`. None where a call makes one pass."""
+        return None
+
+    def extend_trees(
+        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        limits: Sequence[TreeLimits | None],
+    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+        """What grows behind the last node of each tree that has limits, in one call; see `Target.extend_trees`. None
+        where a call makes one pass."""
         return None

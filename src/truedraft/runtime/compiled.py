@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
-from truedraft.runtime._base import GreedyChain
 from truedraft.runtime.buffers import buffer_rows, buffers_of, pad_in_place
-from truedraft.runtime.chaining import ChainBuffers, ExtendingPass, floats
+from truedraft.runtime.chaining import Behind, ExtendingPass, floats
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.experts import check_ops
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
@@ -61,7 +60,7 @@ class CompiledPass(ExtendingPass):
         library = native.library()
         if library is None:
             raise NotCompilable(native.missing())
-        self._run, self._run_chains = library.truedraft_pass, library.truedraft_chains
+        self._library = library
         self.model, self.copied = model, copied
         self._compile()
 
@@ -279,18 +278,15 @@ class CompiledPass(ExtendingPass):
 
     def _execute(
         self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
-        further: Mapping[str, Sequence[int]], chains: Sequence[GreedyChain] = (),
-    ) -> list[list[int]]:  # fmt: skip
+        further: Mapping[str, Sequence[int]], behind: Behind | None = None,
+    ) -> None:  # fmt: skip
         """Run operations over the nodes.
 
         Args:
             out: fp32 buffers behind those of the program, the logits first.
             further: lists that some operations need. rounded: by slot, the first places that attention reads in fewer
                 bits; sparing: see `Pass` in pass.c.
-            chains: what follows each node of `gather`, in further passes; for none, nothing does.
-
-        Returns:
-            The tokens of these chains.
+            behind: what further passes compute behind the nodes of `gather`.
         """
         n, m = len(nodes), len(gather)
         self._reserve(n)
@@ -315,16 +311,14 @@ class CompiledPass(ExtendingPass):
         self._complete(nodes, numbers, lists)
         given = PassArguments.of(numbers, lists)
         passed = ops, len(ops), given, self._share, torch.get_num_threads()
-        if chains:
-            greedy = ChainBuffers(chains, len(self._buffers))
-            failure = self._run_chains(*passed, greedy.arguments)
+        if behind is None:
+            failure = self._library.truedraft_pass(*passed)
         else:
-            failure = self._run(*passed)
+            failure = getattr(self._library, behind.function)(*passed, behind.arguments(len(self._buffers)))
         if failure == Failure.NO_MEMORY:
             raise MemoryError(f"no memory for the attention scores of {nodes.longest} positions")
         if failure:
             raise IndexError(Failure(failure).why)
-        return greedy.tokens() if chains else []
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         """Set further arguments, in subclasses; see `PassArguments.of`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from truedraft.caches.prefixes import Prefixes
-from truedraft.runtime._base import GreedyChain
+from truedraft.runtime._base import GreedyChain, GrownTree, TreeGrowth, TreeLimits
 from truedraft.targets.kinds import Family
 from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps
 from truedraft.views._base import View
@@ -315,6 +315,18 @@ class Target(Protocol):
         written behind the tree's. The chains consider the same tokens, with the same least probability.
 
         None where calls make one pass each: nothing was computed.
+        """
+
+    def extend_trees(
+        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        limits: Sequence[TreeLimits | None],
+    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+        """Like `extend_greedily`, of trees of likeliest tokens: each further pass reads a level of all of them.
+
+        Returns:
+            By slot what was added, None without limits, and the seconds of each level. The KV of the nodes that were
+            read is written behind the tree's, in the order of `read`. None where calls make one pass each: nothing was
+            computed.
         """
 
     def check_taps(self, taps: Taps) -> None:

@@ -21,7 +21,7 @@ from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import NoRoom, Refused
-from truedraft.runtime._base import GreedyChain, Runner
+from truedraft.runtime._base import GreedyChain, GrownTree, Runner, TreeGrowth, TreeLimits
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
@@ -373,6 +373,12 @@ class DecoderTarget(ViewPasses):
         self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
     ) -> list[list[int]] | None:
         return self.runner.extend_greedily(trees, written, chains)
+
+    def extend_trees(
+        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        limits: Sequence[TreeLimits | None],
+    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+        return self.runner.extend_trees(trees, written, growth, limits)
 
     def check_taps(self, taps: Taps) -> None:
         self.runner.check_taps(taps)

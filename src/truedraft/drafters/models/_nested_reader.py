@@ -13,6 +13,7 @@ from torch import Tensor
 from truedraft.drafters._base import usual_seconds
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters.models._reader import NOTHING, Reader
+from truedraft.runtime._base import TreeGrowth
 from truedraft.runtime.forward import ForwardPass, LinearsPass
 from truedraft.runtime.padded import Padded
 from truedraft.runtime.segments import Segments
@@ -139,6 +140,11 @@ class NestedReader(Reader):
 
     def decode_greedily(self, growing: Sequence[GrowingTree], least: float) -> bool:
         return False
+
+    def grow_greedily(
+        self, growing: Sequence[GrowingTree], growth: TreeGrowth, shapes: Sequence[Sequence[int] | None]
+    ) -> list[float]:
+        return []
 
     def read(self, chains: Sequence[Sequence[int]]) -> None:
         self._go_on(0, chains)

@@ -19,6 +19,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import RankedGrowth
 from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.runtime._base import TreeGrowth
 
 UNSURE = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))  # below a probability of the likeliest token, tokens that are drafted
 
@@ -51,6 +52,9 @@ class Cape(RankedGrowth, ShapedDrafter):
 
     def most_children(self, growing: GrowingTree) -> int:
         return self.most
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth:
+        return TreeGrowth(children=self.most, width=1, levels=self.length, sure=UNSURE)
 
     def grow_ranked(
         self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],

@@ -20,6 +20,7 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.drafters._timed import PayingLevels
+from truedraft.runtime._base import TreeGrowth
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 PUBLISHED = 0.5  # gain
@@ -54,6 +55,12 @@ class OptTree(PayingLevels, LikeliestGrowth, NodeBudget):
             return super().continues(growing, rows, active)
         before, after = growing.state or (0.0, math.inf)
         return after - before >= (self.gain or PUBLISHED)
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth:
+        costs = self.paying(rows) if self.adaptive and self.pass_cost is not None else {"gain": self.gain or PUBLISHED}
+        return TreeGrowth(
+            children=self.beam, beam=self.beam, width=self.beam, levels=self.length, **{"nodes": self.nodes, **costs}
+        )
 
     def room(self, budget: int) -> int:
         return self.beam * self.length if budget > 0 else 0

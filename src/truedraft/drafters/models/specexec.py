@@ -20,6 +20,7 @@ from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.drafters._timed import PayingLevels
+from truedraft.runtime._base import TreeGrowth
 from truedraft.tree import DraftTree
 
 
@@ -54,6 +55,12 @@ class SpecExec(PayingLevels, LikeliestGrowth, NodeBudget):
 
     def most_children(self, growing: GrowingTree) -> int:
         return self.branches
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth:
+        return TreeGrowth(
+            children=self.branches, kept=self.nodes, width=self.beam, levels=2 * self.length, decay=self.decay,
+            **self.paying(rows),
+        )  # fmt: skip
 
     def grow_ranked(
         self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],

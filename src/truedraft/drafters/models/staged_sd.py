@@ -92,6 +92,9 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         growing.frontier += self._guessed(growing, growing.frontier)
         return growing
 
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> None:
+        """None: the nodes of its table grow beside those of the draft model."""
+
     def most_children(self, growing: GrowingTree) -> int:
         return max(map(max, self._shape))
 

@@ -20,6 +20,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import LikeliestGrowth
 from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.runtime._base import TreeGrowth
 from truedraft.tree import Draws
 
 
@@ -51,6 +52,9 @@ class StochasticBeam(LikeliestGrowth, ShapedDrafter):
 
     def most_children(self, growing: GrowingTree) -> int:
         return self.beam
+
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth:
+        return TreeGrowth(children=self.beam, beam=self.beam, width=self.beam, levels=self.length)
 
     def grow_ranked(
         self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],

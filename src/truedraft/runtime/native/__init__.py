@@ -185,6 +185,24 @@ class ChainArguments(ctypes.Structure):
     ]
 
 
+class TreeArguments(ctypes.Structure):
+    """`Trees` of trees.inc, field by field."""
+
+    __slots__ = ()  # an unknown field is an error
+    _fields_ = [
+        *((name, c_int64) for name in ("trees", "logits", "columns", "room")),
+        *((name, c_void_p) for name in ("column", "most", "deepest", "budget", "end_from", "ends")),
+        *((name, c_void_p) for name in ("shape_from", "shape")),
+        *((name, c_int64) for name in ("children", "beam", "kept", "width", "levels", "limits")),
+        *((name, c_void_p) for name in ("below", "limit")),
+        *((name, c_int64) for name in ("nodes", "more")),
+        *((name, c_double) for name in ("decay", "plain", "node", "level", "gain")),
+        *((name, c_void_p) for name in ("rank", "token", "parent", "score", "read", "order")),
+        *((name, c_void_p) for name in ("size", "reads", "orders", "passes", "seconds")),
+        ("made", c_int64),
+    ]
+
+
 class NoLibrary(Exception):
     """Compiled passes are not available; with the reason."""
 
@@ -224,16 +242,14 @@ def _loaded() -> ctypes.CDLL:
     except OSError as error:
         raise NoLibrary(f"compiled passes cannot be loaded: {error}") from error
     layout = 0
-    structures = (Op, PassArguments, ChainArguments)
-    for size in (Op.weight.offset, Op.eps.offset, *map(ctypes.sizeof, structures)):
+    behind = ctypes.sizeof(ChainArguments) + ctypes.sizeof(TreeArguments)
+    for size in (Op.weight.offset, Op.eps.offset, ctypes.sizeof(Op), ctypes.sizeof(PassArguments), behind):
         layout = layout * 4096 + size
+    of_pass = [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]
     for name, result, arguments in (
-        ("pass", c_int32, [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32]),
-        (
-            "chains",
-            c_int32,
-            [POINTER(Op), c_int64, POINTER(PassArguments), c_int64, c_int32, POINTER(ChainArguments)],
-        ),
+        ("pass", c_int32, of_pass),
+        ("chains", c_int32, [*of_pass, POINTER(ChainArguments)]),
+        ("trees", c_int32, [*of_pass, POINTER(TreeArguments)]),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
         ("panels", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),

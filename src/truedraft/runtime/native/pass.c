@@ -2004,6 +2004,7 @@ int truedraft_pass(const Op *ops, int64_t count, const Pass *pass, int64_t share
 }
 
 #include "chains.inc"
+#include "trees.inc"
 
 /* One linear layer alone: (nodes, in) at x to (nodes, out) at y. Returns as truedraft_pass. */
 int truedraft_linear(const Op *op, const float *x, int64_t nodes, float *y, int threads) {
@@ -2084,7 +2085,7 @@ int64_t truedraft_multiply(int form, int64_t steps, int threads) {
 /* The layout of the structures in memory, to detect a stale build. */
 int64_t truedraft_layout(void) {
   return (((int64_t)(offsetof(Op, weight) * 4096 + offsetof(Op, eps)) * 4096 + (int64_t)sizeof(Op)) * 4096 +
-          (int64_t)sizeof(Pass)) * 4096 + (int64_t)sizeof(Chains);
+          (int64_t)sizeof(Pass)) * 4096 + (int64_t)(sizeof(Chains) + sizeof(Trees));
 }
 
 #define USE(set, lanes)                                                                                                 \
