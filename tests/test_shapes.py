@@ -18,6 +18,7 @@ from truedraft import registry
 from truedraft.drafters._base import PassCost
 from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._shaped import ShapedDrafter
+from truedraft.drafters.models._reader import Reader
 from truedraft.drafters.models.sequoia import PRIOR, Ranks, expected, shape_for
 from truedraft.errors import Refused
 from truedraft.tree import DraftTree
@@ -63,6 +64,41 @@ def test_a_tree_ends_where_a_level_costs_more_than_it_saves(name: str, plain: fl
     assert found and all((max(tree.shape.depth) > 1) == deep for _, tree in found[:3])
 
 
+GROWN = (
+    "opt-tree", "opt-tree:gain=0.2,nodes=9", "specexec:nodes=20,beam=3", "specexec:decay=1.0,length=2", "cape:length=7",
+    "sequoia", "gumbel-top-k:branches=3x2.0.1x2", "greedy-multi-draft", "stochastic-beam:beam=16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cost", [None, PassCost(1e-3, 1e-5), PassCost(1e-3, 2e-4)], ids=["no", "low", "high"])
+@pytest.mark.parametrize("name", GROWN)
+def test_trees_grown_in_one_call_are_those_grown_level_by_level(
+    name: str, cost: PassCost | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows, of which one ends early; a level is taken to cost as much as three nodes of a low cost."""
+    model = tiny(dtype=torch.float32)
+    calls: list[list[float]] = []
+    grow = Reader.grow_greedily
+
+    def counted(self: Any, *given: Any) -> list[float]:
+        calls.append(grow(self, *given))
+        return calls[-1]
+
+    def found() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]]:
+        draft: Any = registry.load("drafters", name, model=sibling(model))
+        draft._of_level = 3e-5
+        draft._measure = lambda seconds, begins: None
+        trees = trees_of(draft, model, 20, rows=3, pass_cost=cost, eos_token_id=list(range(0, 40, 3)))
+        return [(tree.tokens, tree.parent, tree.confidence) for _, tree in trees]
+
+    monkeypatch.setattr(Reader, "grow_greedily", counted)
+    together = found()
+    monkeypatch.setattr(Reader, "grow_greedily", lambda self, *given: [])
+    assert together == found()
+    assert len(calls) > 2 and all(0 < took < 10 for call in calls for took in call)
+    assert max(map(len, calls)) > 1 or cost or name == "opt-tree"
+
+
 def trees_of(
     draft: Any, model: Any, steps: int = 12, rows: int = 1, pass_cost: PassCost | None = None, **given: Any
 ) -> list[tuple[list[int], DraftTree]]:
@@ -78,7 +114,7 @@ def trees_of(
 
     draft.propose = proposed
     fast = truedraft.accelerate(model, draft=draft, control="fixed")
-    fast.generate(**ragged(model, rows), max_new_tokens=steps, do_sample=False, eos_token_id=None, **given)
+    fast.generate(**ragged(model, rows), max_new_tokens=steps, do_sample=False, **{"eos_token_id": None, **given})
     return found
 
 

@@ -21,7 +21,7 @@ from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.errors import NoRoom, Refused
-from truedraft.runtime._base import GreedyChain, GrownTree, Runner, TreeGrowth, TreeLimits
+from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
@@ -30,6 +30,7 @@ from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
+from truedraft.targets.extending import ExtendingPasses
 from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
@@ -43,7 +44,7 @@ from truedraft.views._base import View
 Made = TypeVar("Made")
 
 
-class DecoderTarget(ViewPasses):
+class DecoderTarget(ViewPasses, ExtendingPasses):
     """A decoder language model that scores trees; see `Target`.
 
     Args:
@@ -360,25 +361,6 @@ class DecoderTarget(ViewPasses):
         if self.view is not None:
             return self._score_lossy(self.view, trees)
         return self._run(lambda: self.runner.score(trees, self.taps))
-
-    def extend(self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int]) -> Tensor:
-        return self.extend_tapped(trees, written, last, Taps())[0]
-
-    def extend_tapped(
-        self, trees: Sequence[DraftTree], written: Sequence[int], last: Sequence[int], taps: Taps
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        return self._run(lambda: self.runner.extend(trees, written, last, taps))
-
-    def extend_greedily(
-        self, trees: Sequence[DraftTree], written: Sequence[int], chains: Sequence[GreedyChain | None]
-    ) -> list[list[int]] | None:
-        return self.runner.extend_greedily(trees, written, chains)
-
-    def extend_trees(
-        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
-        limits: Sequence[TreeLimits | None],
-    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
-        return self.runner.extend_trees(trees, written, growth, limits)
 
     def check_taps(self, taps: Taps) -> None:
         self.runner.check_taps(taps)
