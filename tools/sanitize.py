@@ -18,7 +18,19 @@ from builds import ROOT, built
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 FLAGS += ["-fno-var-tracking", "-fno-var-tracking-assignments"]  # these passes take minutes
-TESTS = ("stores", "corpus", "runtime", "kernels", "recurrent", "seq2seq_passes", "linears", "quantize", "knobs")
+TESTS = (
+    "stores",
+    "corpus",
+    "runtime",
+    "kernels",
+    "extending",
+    "shapes",
+    "recurrent",
+    "seq2seq_passes",
+    "linears",
+    "quantize",
+    "knobs",
+)
 TESTS += ("caches", "files", "nest", "compose", "native_checks", "changes", "threads", "prompts")
 
 
