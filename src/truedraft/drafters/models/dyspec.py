@@ -23,6 +23,7 @@ from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._ranked import RankedGrowth
 from truedraft.drafters._shaped import NodeBudget
 from truedraft.tree import Draws
 
@@ -32,17 +33,19 @@ class Places:
     """The places of a tree that may be filled.
 
     values: heap of (minus the value of the place for a further child, its node).
-    left: node -> what is left of its distribution for further children.
-    siblings: node -> these, where they are known, the next one last.
+    left: node -> what is left of its distribution for further children, where these are drawn.
+    siblings: node -> its other children and their probabilities, where these are known, the next one last.
+    rest: node -> the probability that is left for these.
     """
 
     values: list[tuple[float, int]] = field(default_factory=list)
     left: dict[int, Tensor] = field(default_factory=dict)
-    siblings: dict[int, list[int]] = field(default_factory=dict)
+    siblings: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    rest: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
-class DySpec(NodeBudget):
+class DySpec(RankedGrowth, NodeBudget):
     card = Card(
         paper="arXiv 2410.11744 (2024)",
         idea="A smaller model samples a tree whose shape follows the probability of its tokens.",
@@ -65,14 +68,33 @@ class DySpec(NodeBudget):
     def expansions(self) -> int:
         return self.length * self.beam
 
+    def most_children(self, growing: GrowingTree) -> int:
+        return self.nodes
+
+    def grow_ranked(
+        self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
+        chances: Sequence[Sequence[float]],
+    ) -> None:  # fmt: skip
+        growing.state = places = growing.state or Places()
+        for node, some, likely in zip(nodes, tokens, chances, strict=True):
+            places.siblings[node], places.rest[node] = [*zip(some, likely, strict=True)][::-1], 1.0
+            heapq.heappush(places.values, (-growing.score.get(node, 1.0), node))
+        self._fill_places(growing, places)
+
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
+        if self.preferred(growing.row) != "law":
+            tokens = [self.chosen(growing, node, law, self.nodes) for node, law in zip(nodes, laws, strict=True)]
+            chances = [law[some].tolist() for law, some in zip(laws, tokens, strict=True)]
+            return self.grow_ranked(growing, nodes, tokens, chances)
         growing.state = places = growing.state or Places()
         for node, law in zip(nodes, laws, strict=True):
             if law.any():
                 places.left[node] = growing.laws[node] = law
                 heapq.heappush(places.values, (-growing.score.get(node, 1.0), node))
-                if self.preferred(growing.row) != "law":
-                    places.siblings[node] = self.chosen(growing, node, law, self.nodes)[::-1]
+        self._fill_places(growing, places)
+
+    def _fill_places(self, growing: GrowingTree, places: Places) -> None:
+        """Fill the places that are worth more than a pass over the next level may find, and end the level."""
         last = growing.passes + 1 == self.length
         unread = [-growing.score[node] for node in growing.score if self._continues(growing, node)]
         heapq.heapify(unread)
@@ -97,18 +119,25 @@ class DySpec(NodeBudget):
     def _fill(self, growing: GrowingTree, places: Places) -> int | None:
         """Fill the most valuable place; returns its node, None where no token is left for it."""
         value, parent = heapq.heappop(places.values)
-        left = places.left[parent]
-        if parent not in places.siblings:
-            (token,) = growing.row.request.chance.draw(left, growing.row)
-        elif places.siblings[parent]:
-            token = places.siblings[parent].pop()
+        if parent in places.left:
+            token, share, rest = self._drawn(growing, places, parent)
+        elif siblings := places.siblings[parent]:
+            token, chance = siblings.pop()
+            share, rest = chance / places.rest[parent], places.rest[parent] - chance
+            places.rest[parent] = rest
         else:
             return None
         (child,) = growing.add(parent, [token])
-        share = float(left[token]) / float(left.sum())
         growing.score[child] = -value * share
-        places.left[parent] = left = left.clone()
-        left[token] = 0.0
-        if float(left.sum()) > 0:
+        if rest > 0 and share < 1:
             heapq.heappush(places.values, (value * (1 - share), parent))
         return child
+
+    def _drawn(self, growing: GrowingTree, places: Places, parent: int) -> tuple[int, float, float]:
+        """A child that is drawn, its share of what was left, and what is left then."""
+        left = places.left[parent]
+        (token,) = growing.row.request.chance.draw(left, growing.row)
+        share = float(left[token]) / float(left.sum())
+        places.left[parent] = left = left.clone()
+        left[token] = 0.0
+        return token, share, float(left.sum())
