@@ -34,6 +34,8 @@ class PassCosts:
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
+    entered: whether the current step is the first of its rows: it waits for memory that reading the prompts took from
+        the caches, so nothing is learnt from it.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
     carried: tokens that the next pass reads besides those of its trees; see `Target.carried`.
     reading, outside: what the second and the third term come to for the current rows, in seconds; `aside` is their sum.
@@ -48,7 +50,7 @@ class PassCosts:
         self._batches: dict[int, PlainSteps] = {}  # by the size of the batch
         self._batch = PlainSteps()  # of the current rows
         self._rows, self._read = 1, BASE  # current rows, and what they have stored
-        self.carried = 0
+        self.carried, self.entered = 0, False
         self.reading = self.outside = self.aside = 0.0
         self.plain = self.curve(1)
 
@@ -63,9 +65,10 @@ class PassCosts:
         if curve is not None:
             self.curve, self.measured = curve, True
 
-    def begin(self, rows: int, stored: int) -> None:
-        """Set the rows of the next pass, and the number of tokens that they have stored."""
-        self._rows, self._read = rows, stored + BASE * rows
+    def begin(self, rows: int, stored: int, entered: bool) -> None:
+        """Set the rows of the next pass, the number of tokens that they have stored, and whether rows have entered or
+        left since the last one."""
+        self._rows, self._read, self.entered = rows, stored + BASE * rows, entered
         self.carried = 0 if self.target is None else self.target.carried
         size = round(2 * math.log2(rows))  # equal for numbers of rows that differ by less than about a fifth
         batch = self._batches.get(size)
@@ -86,12 +89,13 @@ class PassCosts:
         """
         made, since = self._batch.made, self._batch.since
         few = made < ENOUGH or since * CHECKING * self.plain > saved
-        return made < CHECKED or (since >= SPACED and few)
+        return made < CHECKED or (since >= SPACED and few and not self.entered)
 
     def step(self, drafts: bool) -> None:
         """Count the step of the current rows. drafts: whether any were requested for it."""
-        self._batch.since = self._batch.since + 1 if drafts else 0
-        self._batch.made += not drafts
+        if not self.entered:
+            self._batch.since = self._batch.since + 1 if drafts else 0
+            self._batch.made += not drafts
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
@@ -108,6 +112,8 @@ class PassCosts:
             self._first.append((seconds, width))
             least, width = min(self._first)
             self.curve, self.measured = Curve.typical(width, least), len(self._first) >= FIRST
+        elif self.entered:
+            return
         elif width > plain:
             self.curve = self.curve.learned(width, seconds - self.reading, rate, plain)
         else:

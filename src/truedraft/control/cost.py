@@ -55,6 +55,7 @@ class Cost(Control):
         self._requested: list[Drafts] = []  # those of the current pass that were requested
         self._clock = (0.0,) * 4  # seconds so far, see `_spent`
         self._before = 0.0  # seconds of the target before the pass
+        self._entered = True  # whether a row has entered or left since the last step
         self._same = False  # whether no row has entered or left since the last budget
         self._resting = 0  # passes for which nothing is drafted, and nothing is to be learnt
 
@@ -73,7 +74,7 @@ class Cost(Control):
 
     def _changed(self) -> None:
         """A row enters or leaves."""
-        self._same, self._resting = False, 0
+        self._same, self._resting, self._entered = False, 0, True
 
     def start(self, rows: Sequence[Row]) -> None:
         self._changed()
@@ -99,7 +100,8 @@ class Cost(Control):
                 drafts.rows.append(record)
                 drafts.places.append(place)
         self._batch = list(batch.values())
-        self._costs.begin(len(rows), stored)
+        self._costs.begin(len(rows), stored, self._entered)
+        self._entered = False
         plain, budget = self._costs.plain, [0] * len(rows)
         unchecked = self._costs.unchecked(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
         for drafts in self._batch:
