@@ -1,7 +1,8 @@
-"""Trees that grow over passes: nodes behind those that earlier passes wrote, and chains that one call makes."""
+"""Trees that grow over passes: nodes behind earlier ones, and chains and trees that one call makes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 import truedraft
 from models import ARCHITECTURES, NO_FP64, RECURRENT, V, ragged, tiny
 from truedraft import registry
-from truedraft.runtime._base import GreedyChain, Runner
+from truedraft.runtime._base import GreedyChain, Runner, TreeGrowth, TreeLimits
 from truedraft.runtime.programs import PROGRAMS
+from truedraft.stores.likeliest import ranking
 from truedraft.targets.hosting import hosted
 from truedraft.tree import DraftTree, Taps
 
@@ -130,6 +132,49 @@ def test_greedy_chains_are_the_likeliest_tokens(kind: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mistral", "bloom"])
+def test_trees_grown_in_one_call_have_the_likeliest_paths(kind: str) -> None:
+    """By a beam search over plain forwards: rows of different lengths and depths, some tokens alone, and an end."""
+    model = tiny(kind, torch.float32)
+    target = hosted(model)
+    target.reserve(2, 96)
+    texts = [[*PROMPTS[0], *range(20, 32)], PROMPTS[1]]
+    target.prefill([target.prompt(torch.tensor(text)) for text in texts])
+    trees = [DraftTree.chain(text[-1]) for text in texts]
+    growth = TreeGrowth(children=3, width=4, levels=6, beam=4, rank=ranking())
+
+    def expected(text: list[int], depth: int, columns: Tensor, ends: list[int]) -> dict[tuple[int, ...], float]:
+        found: dict[tuple[int, ...], float] = {}
+        level = {(): 1.0}
+        for _ in range(depth):
+            longer = {}
+            for path, above in level.items():
+                law = plain(model, text + list(path))[columns].softmax(-1).topk(3)
+                for chance, at in zip(law.values.tolist(), law.indices.tolist(), strict=True):
+                    longer[(*path, int(columns[at]))] = above * chance
+            best = dict(sorted(longer.items(), key=lambda one: -one[1])[:4])
+            found |= best
+            level = {path: score for path, score in best.items() if path[-1] not in ends}
+        return found
+
+    everything, some = torch.arange(target.vocabulary), torch.arange(1, V, 2)
+    end = next(iter(expected(texts[0], 1, everything, [])))[0]
+    for columns, ends in ((everything, []), (some, []), (everything, [end])):
+        given = len(columns) if columns is everything else columns
+        limits = [TreeLimits(30, deepest, 30, ends, given) for deepest in (5, 3)]
+        made = target.extend_trees(trees, [0, 0], growth, limits)
+        assert made is not None and len(made[1]) == 5
+        for text, grown, limit in zip(texts, made[0], limits, strict=True):
+            assert grown is not None
+            paths: list[tuple[int, ...]] = [()]
+            for token, parent in zip(grown.tokens, grown.parents, strict=True):
+                paths.append((*paths[parent], token))
+            best = expected(text, limit.deepest, columns, ends)
+            assert dict(zip(paths[1:], grown.scores, strict=True)) == pytest.approx(best, rel=2e-3)
+    only = target.extend_trees(trees, [0, 0], growth, [None, TreeLimits(7, 3, 30, [], target.vocabulary)])
+    assert only is not None and only[0][0] is None and only[0][1] is not None and len(only[0][1].tokens) == 7
+
+
 def test_chains_outside_the_cache_are_refused() -> None:
     model = tiny(dtype=torch.float32)
     target = hosted(model)
@@ -139,6 +184,14 @@ def test_chains_outside_the_cache_are_refused() -> None:
         target.extend_greedily([DraftTree.chain(7)], [0], [GreedyChain(40, [], 0.0, target.vocabulary)])
     with pytest.raises(IndexError, match="do not exist"):
         target.extend_greedily([DraftTree.chain(7)], [0], [GreedyChain(3, [], 0.0, torch.tensor([4, 3]))])
+    growth = TreeGrowth(children=2, width=4, levels=6, beam=4, rank=ranking())
+    with pytest.raises(IndexError, match="outside the cache"):
+        target.extend_trees([DraftTree.chain(7)], [0], growth, [TreeLimits(40, 6, 40, [], target.vocabulary)])
+    for wrong in ({"beam": 5}, {"rank": 0}, {"children": 17}, {"levels": 3}):
+        with pytest.raises(IndexError, match="do not exist"):
+            target.extend_trees(
+                [DraftTree.chain(7)], [0], replace(growth, **wrong), [TreeLimits(9, 4, 9, [], target.vocabulary)]
+            )
 
 
 @pytest.mark.parametrize("draft", ["draft-model", "opt-tree", "stochastic-beam"])

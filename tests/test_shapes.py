@@ -70,12 +70,12 @@ GROWN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cost", [None, PassCost(1e-3, 1e-5), PassCost(1e-3, 2e-4)], ids=["no", "low", "high"])
+@pytest.mark.parametrize("cost", [None, PassCost(1e-3, 1e-5), PassCost(3e-3, 1e-4)], ids=["no", "low", "high"])
 @pytest.mark.parametrize("name", GROWN)
 def test_trees_grown_in_one_call_are_those_grown_level_by_level(
     name: str, cost: PassCost | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows, of which one ends early; a level is taken to cost as much as three nodes of a low cost."""
+    """Three rows with different budgets and lengths; a level is taken to cost 0.3 ms."""
     model = tiny(dtype=torch.float32)
     calls: list[list[float]] = []
     grow = Reader.grow_greedily
@@ -86,7 +86,9 @@ def test_trees_grown_in_one_call_are_those_grown_level_by_level(
 
     def found() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]]:
         draft: Any = registry.load("drafters", name, model=sibling(model))
-        draft._of_level = 3e-5
+        propose = draft.propose
+        draft.propose = lambda rows, most: propose(rows, [24 - 9 * row.index for row in rows])
+        draft._of_level = 3e-4
         draft._measure = lambda seconds, begins: None
         trees = trees_of(draft, model, 20, rows=3, pass_cost=cost, eos_token_id=list(range(0, 40, 3)))
         return [(tree.tokens, tree.parent, tree.confidence) for _, tree in trees]
