@@ -94,7 +94,9 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
             assert torch.equal(tensor, rest[name]), name
 
 
-@pytest.mark.parametrize("case", ["gptq-asymmetric", "awq", "w8a16", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize(
+    "case", ["gptq-asymmetric", "awq", "w8a16", pytest.param("Q4_0", marks=pytest.mark.slow), "Q6_K"]
+)
 def test_texts_are_those_of_the_plain_model_with_these_weights(case: str, tmp_path: Path) -> None:
     path, weights = write(case, tmp_path)
     model, _ = truedraft.load(str(path))
@@ -200,7 +202,7 @@ def test_shards_and_settings_are_read(tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter(name).dequantize(torch.float32), weight)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0, 5.0])
+@pytest.mark.parametrize("factor", [8.0, pytest.param(32.0, marks=pytest.mark.slow), 5.0])
 def test_rotary_embeddings_of_llama_3_are_known_by_their_divisors(factor: float, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     model = copy.deepcopy(quantised.plain())
@@ -293,7 +295,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         truedraft.load(str(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("stretching", ["yarn", "linear"])
+@pytest.mark.parametrize("stretching", ["yarn", pytest.param("linear", marks=pytest.mark.slow)])
 def test_rotary_embeddings_that_transformers_does_not_read_are_refused(stretching: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q8_0", llama__rope__scaling__type=stretching)

@@ -57,7 +57,7 @@ def test_every_node_has_the_logits_of_its_path(
     assert node_net(model, name, tolerance=1e-4, steps=16 if compiled else 24) > 50
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("architecture", "rule", "length"),
     [(name, rule, length) for name in RECURRENT for rule in RULES for length in (1, 7, 24)],

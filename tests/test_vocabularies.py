@@ -166,7 +166,7 @@ def test_the_text_is_the_targets_across_vocabularies(name: str, sample: bool) ->
     made = drafter(name if name == "string-level-exact" else f"{name}{ACROSS}", model, **knobs)
     fast = truedraft.accelerate(model, draft=made, control="fixed")
     inputs = ragged(model, 3)
-    for seed in range(3):
+    for seed in range(2 if sample else 1):
         torch.manual_seed(seed)
         expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
         torch.manual_seed(seed)
