@@ -55,6 +55,7 @@ def test_measuring_leaves_no_cache() -> None:
     assert machine.bandwidth > 1e8 and machine.rate > 1e8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_figures_of_a_comparison_add_up(batch: int, temperature: float) -> None:

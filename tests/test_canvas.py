@@ -181,7 +181,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 IDS = [f"{x.attention}{x.block}{'+1' * x.shifted}" for x in LAYOUTS]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 @pytest.mark.parametrize("policy", REFERENCES)

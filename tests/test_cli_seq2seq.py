@@ -74,6 +74,7 @@ def given(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", ["iad", "auto", "none"])
 @pytest.mark.parametrize("command", ["correct", "translate"])
 def test_lines_are_those_of_model_generate(
@@ -295,24 +296,12 @@ def test_output_files_are_written_atomically(
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_keeps_whole_lines(folder: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{text} {i}\n" for i in range(3000) for text in TEXTS))
-    printed, args = (
-        tmp_path / "printed.txt",
-        ["translate", str(tmp_path / "text.txt"), "--model", folder, "--batch", "2"],
-    )
+    printed = tmp_path / "printed.txt"
+    args = ["translate", str(tmp_path / "text.txt"), "--model", folder, "--batch", "2"]
     with (
         printed.open("wb") as stdout,
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "truedraft",
-                "translate",
-                str(tmp_path / "text.txt"),
-                "--model",
-                folder,
-                "--batch",
-                "2",
-            ],
+            [sys.executable, "-m", "truedraft", *args],
             stdout=stdout,
             stderr=subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
@@ -335,16 +324,8 @@ def test_ctrl_c_keeps_whole_lines(folder: str, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_whole_files(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{text} {i}\n" for i in range(3000) for text in TEXTS))
     (tmp_path / "out.txt").write_text("as it was")
-    args = [
-        "translate",
-        str(tmp_path / "text.txt"),
-        "--model",
-        folder,
-        "--batch",
-        "2",
-        "--out",
-        str(tmp_path / "out.txt"),
-    ]
+    args = ["translate", str(tmp_path / "text.txt"), "--model", folder, "--batch", "2"]
+    args += ["--out", str(tmp_path / "out.txt")]
     assert interrupted(args, lambda: any(path.stat().st_size for path in begun(tmp_path))) == 130
     out, err = capsys.readouterr()
     assert not out and f"interrupted: {tmp_path / 'out.txt'} is unchanged" in err and "Traceback" not in err

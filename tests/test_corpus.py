@@ -390,6 +390,7 @@ def test_corpus_with_ids_outside_the_vocabulary_is_refused(tmp_path: Path) -> No
         truedraft.accelerate(tiny(), draft=registry.load("drafters", "sam", corpus=Corpus.built([[1, V]])))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", ["rest", "sam", "codeswift", "aded"])
 def test_drafts_from_corpora_change_no_token(name: str, sampled: bool, tmp_path: Path) -> None:

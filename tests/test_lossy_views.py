@@ -69,6 +69,7 @@ def by_steps(model: Any, ids: Tensor, skipped_at: Callable[[int], Sequence[int]]
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("draft", ["none", "auto", "suffix+token-recycling"])
 def test_text_without_layers_whatever_is_drafted(draft: str, runtime: str) -> None:

@@ -69,6 +69,7 @@ def test_text(architecture: str, rule: str, length: int) -> None:
         text_net(model, name, ragged(model, rows), max_new_tokens=length, **{"do_sample": False, **RULES[rule]})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", PROCESSORS)
 @pytest.mark.parametrize("rule", RULES)
 def test_processors(settings: str, rule: str) -> None:

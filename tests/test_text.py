@@ -43,6 +43,7 @@ def hosted(name: str) -> PreTrainedModel:
     return model_for(name, torch.float32 if name in REGISTERED else torch.float64)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "rule", "rows", "processors"), cases())
 def test_every_drafter_keeps_the_text_of_generate(name: str, rule: str, rows: int, processors: str) -> None:
     model = hosted(name)

@@ -79,6 +79,7 @@ def test_a_tokenizer_of_sentencepiece_alone_names_what_it_needs(tmp_path: Path) 
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("target", "draft"), permutations([*FOLDERS, *EMBEDDED], 2))
 def test_a_text_that_grows_by_tokens_is_as_the_other_tokenizer_splits_it(target: str, draft: str) -> None:
     mine, other = tokenizer(target), tokenizer(draft)
