@@ -87,7 +87,7 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
 )
 def test_requests_of_an_architecture_have_their_text_alone(architecture: str, runtime: str) -> None:
     rng = random.Random(f"{architecture} {runtime}")
-    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(16)]
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(14)]
     drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
     run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))
 

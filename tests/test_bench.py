@@ -208,7 +208,8 @@ def test_command_compares_sides(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
     assert f"truedraft bench nano {' '.join(options)} --json --html {html}" in html.read_text()
-    assert main(["bench", "nano", *options]) == 0
+    (tmp_path / "prompts.txt").write_text("one day, a little girl")
+    assert main(["bench", "nano", *options, "--prompts", str(tmp_path / "prompts.txt")]) == 0
     printed = capsys.readouterr().out
     assert "transformers lookup" in printed and "transformers assisted" in printed
 
