@@ -25,7 +25,7 @@ from truedraft.drafters.models._reader import CHUNK, Reader
 NAMES = [n for n in registry.names("drafters") if {"draft model", "diffusion model"} & set(needs_of(n))]
 OVERLAPPED = ("pearl", "mirror-sd")
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}
-ROWS, TOKENS, PAUSE = 2, 9, CHUNK + 10
+ROWS, TOKENS, PAUSE = 2, 14, CHUNK + 10
 
 
 def placed(name: str, **knobs: Any) -> Any:
