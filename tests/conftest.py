@@ -27,11 +27,12 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 # Files in which of architectures with one program the first represents the others, which `make real` tests as well;
-# tests/test_runtime.py holds all of them, in bf16 the first alone.
+# tests/test_runtime.py holds the logits of all of them, in fp32, and else those of the first alone.
 REPRESENTED = {
     "test_views", "test_prompts", "test_embeds", "test_taps", "test_text", "test_reading", "test_extending",
     "test_nodes", "test_graphs", "test_deja_vu",
 }  # fmt: skip
+EVERY_ONE = {"test_logits_are_those_of_the_forward_up_to_rounding", "test_norms_and_biases_are_those_of_the_model"}
 
 
 def _uncovered(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -68,7 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = _represented()
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        again = {*REPRESENTED, "test_runtime"} if given.get("dtype") == torch.bfloat16 else REPRESENTED
+        whole = given.get("dtype") != torch.bfloat16 and getattr(item, "originalname", "") in EVERY_ONE
+        again = REPRESENTED if whole else {*REPRESENTED, "test_runtime"}
         if given.get("architecture") in others and item.path.stem in again:
             item.add_marker(pytest.mark.slow)
     for item in [*_uncovered(items)]:

@@ -45,14 +45,14 @@ EVENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1,
 def test_requests_have_their_text_alone(name: str, pieces: bool) -> None:
     """Prompts are read whole, or in pieces and behind prefixes of earlier ones: in turn, and all by `make real`."""
     rng = random.Random(f"{name} {pieces}")
-    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(18)]
     run_events([name], events, piece=rng.randint(1, 16) if pieces else None, prefix_bytes=PREFIX_BYTES * pieces)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_requests_of_encoder_decoders_have_their_text_alone(name: str) -> None:
     rng, runtime = random.Random(name), RUNTIMES[DECODERS.index(name) % 2]
-    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(24)]
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(18)]
     run_events([name], events, "encoder-decoder", runtime if _runs(name, "encoder-decoder", runtime) else "auto")
 
 
@@ -87,7 +87,7 @@ def test_drafters_in_one_batch_of_encoder_decoders(events: list[tuple[int, int, 
 )
 def test_requests_of_an_architecture_have_their_text_alone(architecture: str, runtime: str) -> None:
     rng = random.Random(f"{architecture} {runtime}")
-    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(16)]
+    events = [(rng.randint(0, 9), rng.randrange(6), rng.randint(1, 14)) for _ in range(14)]
     drafts = ["auto", "noise", "plain", "token-recycling", "sampler"]
     run_events(drafts, events, architecture, runtime, rng.randint(1, 16), rng.choice((0, PREFIX_BYTES)))
 

@@ -55,6 +55,7 @@ def test_measuring_leaves_no_cache() -> None:
     assert machine.bandwidth > 1e8 and machine.rate > 1e8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_figures_of_a_comparison_add_up(batch: int, temperature: float) -> None:
@@ -207,7 +208,8 @@ def test_command_compares_sides(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(f["differs"] is None and f["speed_up"] for f in found["figures"])
     assert found["roofline"][0]["width"] == 1 and html.read_text().startswith("<!doctype html>")
     assert f"truedraft bench nano {' '.join(options)} --json --html {html}" in html.read_text()
-    assert main(["bench", "nano", *options]) == 0
+    (tmp_path / "prompts.txt").write_text("one day, a little girl")
+    assert main(["bench", "nano", *options, "--prompts", str(tmp_path / "prompts.txt")]) == 0
     printed = capsys.readouterr().out
     assert "transformers lookup" in printed and "transformers assisted" in printed
 

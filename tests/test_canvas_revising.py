@@ -231,6 +231,7 @@ GUIDED: dict[str, Callable[..., list[int]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", GUIDED)
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_guide_decides_which_predictions_are_fixed(model: Any, guide: Any, spec: str, settings: Any) -> None:

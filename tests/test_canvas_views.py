@@ -307,6 +307,7 @@ def test_every_view_has_its_cases() -> None:
     assert {spec.partition(":")[0] for spec in CASES} >= {*NAMES} - {"sparsed-short"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*registry.names("canvas.views"), "dkv-cache-greedy"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_renewed_in_every_pass_or_read_whole_is_the_text_of_the_reference(

@@ -50,6 +50,7 @@ def test_inner_lenience_does_not_change_the_output(lenience: float, rule: str) -
     assert torch.equal(expected, found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("below", [(), ("sibling",), ("sibling", "target")])
 def test_a_strict_cascade_of_the_target_is_always_accepted(below: tuple[str, ...], rule: str) -> None:

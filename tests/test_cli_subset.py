@@ -56,6 +56,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> str:
     return said.removeprefix("error: ").strip()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [(), ("--draft", "assd-bigram"), ("--draft", "none")])
 @pytest.mark.parametrize("new", [0, 5])
 def test_masks_are_filled_and_the_text_goes_on(

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import signal
 import struct
 import subprocess
 import sys
@@ -29,10 +28,11 @@ from transformers import PreTrainedTokenizerFast
 
 import truedraft
 from corpus_readers import drafts_of, found_in
+from interrupts import interrupted
 from models import V, ragged, tiny
 from truedraft import Corpus, Refused, build_corpus, registry
 from truedraft.cli import main
-from truedraft.stores import _file, texts
+from truedraft.stores import _file, building, texts
 from truedraft.stores import corpus as corpora
 from truedraft.stores._cursor import SEPARATOR, Cursor
 from truedraft.stores._native import library
@@ -205,7 +205,7 @@ CUT = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from corpus_readers import drafts_of
+from corpus_readers import found_in
 from truedraft import Corpus, Refused
 path = Path(sys.argv[1])
 content = path.read_bytes()
@@ -215,10 +215,10 @@ for change in (
 ):
     path.write_bytes(content)
     corpus = Corpus.open(path)
-    first = drafts_of(corpus)
+    first = found_in(corpus)
     change()
     try:
-        print("the same" if drafts_of(corpus) == first else "others", flush=True)
+        print("the same" if found_in(corpus) == first else "others", flush=True)
     except Refused as refused:
         print(refused, flush=True)
 """
@@ -326,14 +326,14 @@ def test_processes_and_threads_can_share_a_corpus(file: Path) -> None:
     alone = drafts_of(file)
     assert all(len(tokens) > 5 for tokens, _ in alone)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from corpus_readers import drafts_of\n"
-        "for _ in range(20): print(drafts_of(sys.argv[1]), flush=True)"
+        "import sys; sys.path.insert(0, sys.argv[2]); from corpus_readers import Corpus, found_in\n"
+        "for _ in range(20): print(found_in(Corpus.open(sys.argv[1])), flush=True)"
     )
     command = [sys.executable, "-c", code, str(file), str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         found = [(line, drafts_of(file)) for line in other.stdout]  # while the other process reads on
-        assert found == [(f"{alone}\n", alone)] * 20
+        assert found == [(f"{found_in(Corpus.open(file))}\n", alone)] * 20
 
     corpus, begun = Corpus.open(file), threading.Barrier(2)
 
@@ -390,6 +390,7 @@ def test_corpus_with_ids_outside_the_vocabulary_is_refused(tmp_path: Path) -> No
         truedraft.accelerate(tiny(), draft=registry.load("drafters", "sam", corpus=Corpus.built([[1, V]])))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", ["rest", "sam", "codeswift", "aded"])
 def test_drafts_from_corpora_change_no_token(name: str, sampled: bool, tmp_path: Path) -> None:
@@ -561,24 +562,13 @@ def test_invalid_build_is_refused_in_one_sentence(args: list[str], named: str, t
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text(babble(1, 4_000_000))
     command = ["corpus", "build", str(tmp_path / "a.txt"), "--tokenizer", "nano", "--out", str(tmp_path / "a.tdc")]
-    code = (
-        "import sys; from truedraft.cli import main; from truedraft.stores import building\n"
-        "check = building.check_writable\n"
-        "building.check_writable = lambda *a: (print('begun', flush=True), check(*a))\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *command],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert [process.stdout.readline(), process.stdout.readline()] == [b"begun\n", b"begun\n"]
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=100)
-    assert process.returncode == 130 and b"Traceback" not in err, err
+    begun, check = [], building.check_writable
+    monkeypatch.setattr(building, "check_writable", lambda *a: (begun.append(time.monotonic()), check(*a)))
+    assert interrupted(command, lambda: len(begun) == 2 and time.monotonic() > begun[1] + 0.3) == 130
+    assert "Traceback" not in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

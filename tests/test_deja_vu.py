@@ -145,6 +145,7 @@ def test_the_masked_model_is_a_loop_over_layers() -> None:
     assert error(model(ids).logits, by_hand) > 0.1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("group", [1, 2, 8, 16])
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_the_logits_are_those_of_masked_feed_forwards(runtime: str, group: int) -> None:

@@ -230,6 +230,7 @@ def test_other_targets_and_heads_are_refused() -> None:
 # ---------------------------------------------------------------- drafting
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_drafts_are_the_likeliest_paths_of_the_reference(name: str, top_k: int, tmp_path: Path) -> None:

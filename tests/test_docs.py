@@ -72,17 +72,20 @@ def names(block: Block) -> dict[str, Any]:
     """The names that a block may use."""
     model, tokenizer = loading.load("nano-gec" if "Rewriter" in block.text else "nano")
     tokenizer.chat_template = TEMPLATE
-    return {
+    given: dict[str, Any] = {
         "truedraft": truedraft,
         "accelerate": truedraft.accelerate,
         "model": model,
         "tokenizer": tokenizer,
-        "small_model": loading.load("nano-draft")[0],
         "inputs": tokenizer(STORY, return_tensors="pt", return_token_type_ids=False),
         "document": STORY,
         "passages": [STORY],
-        "fast": truedraft.accelerate(model, tokenizer),
     }
+    if re.search(r"\b(fast|OpenAI)\b", block.text):
+        given["fast"] = truedraft.accelerate(model, tokenizer)
+    if "small_model" in block.text:
+        given["small_model"] = loading.load("nano-draft")[0]
+    return given
 
 
 @contextlib.contextmanager

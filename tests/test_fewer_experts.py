@@ -186,6 +186,7 @@ def test_a_relu_routed_model_is_hosted_by_its_own_forward() -> None:
     check_unaffected(model, "auto", FewerExperts(2))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["oracle", "token-recycling", "fewer-experts", "blockffn"])
 def test_texts_of_a_relu_routed_model_are_those_of_model_generate(name: str, rule: str) -> None:

@@ -193,6 +193,7 @@ def test_passes_beside_captured_graphs() -> None:
     check_against_decisions(target_of(deep("llama", torch.float32), "graphs"), 1e-3)
 
 
+@pytest.mark.covering(1)
 @COMPILED
 @BOTH
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "gpt2"])
@@ -296,6 +297,7 @@ def by_decisions(model: Any, ids: Tensor, similarity: float, warm: int = 0) -> l
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES[:2])
 @pytest.mark.parametrize("warm", [0, 7])
 def test_a_text_under_it_is_that_of_its_decisions(warm: int, runtime: str) -> None:

@@ -198,7 +198,7 @@ def test_training_begins_anew_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_
     with pytest.raises(Refused, match=r"is complete after .* remove training.pt there"):
         train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=3), resume=True)
     (tmp_path / STATE).unlink()
-    train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=60, lr=1e-2, warmup=5), resume=True)
+    train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=30, lr=1e-2, warmup=5), resume=True)
     assert (tmp_path / WEIGHTS).read_bytes() != before
     with pytest.raises(Refused, match=r"not .*'layers': 3"):
         train_drafter(learner(layers=3), *toy, lines(400), tmp_path, Plan(steps=1), resume=True)

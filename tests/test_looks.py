@@ -274,7 +274,7 @@ def command(*args: str, **settings: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and descriptors of POSIX")
-@pytest.mark.parametrize("args", [["methods"], ["--help"]])
+@pytest.mark.parametrize("args", [pytest.param(["methods"], marks=pytest.mark.slow), ["--help"]])
 def test_closed_pipe_ends_the_command_as_usual(args: list[str]) -> None:
     with command(*args, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -69,6 +69,7 @@ def by_steps(model: Any, ids: Tensor, skipped_at: Callable[[int], Sequence[int]]
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("draft", ["none", "auto", "suffix+token-recycling"])
 def test_text_without_layers_whatever_is_drafted(draft: str, runtime: str) -> None:
@@ -308,7 +309,9 @@ def test_command_reports_quality_beside_speed(tmp_path: Path, capsys: pytest.Cap
     assert whole["agreement"] == 1 > lossy["agreement"] == drafted["agreement"]
     assert whole["perplexity"] < lossy["perplexity"] == drafted["perplexity"]
     assert found["figures"][1]["against_no_drafts"] and "Lossy: another text" in html.read_text()
-    assert main(["bench", "nano", *options]) == 0
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one day, a little girl")
+    assert main(["bench", "nano", *options, "--prompts", str(prompts)]) == 0
     printed = capsys.readouterr().out
     assert "Lossy: another text" in printed and "agreement" in printed and "speed-up" not in printed
 

@@ -49,6 +49,7 @@ def by_hand(model: Any, text: Sequence[int], masks: int, attention: str) -> Tens
     return logits[len(text) - 1 : -1, :V]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("attention", ["blocks", "whole"])
 @pytest.mark.parametrize("rows", [1, 4])

@@ -127,6 +127,7 @@ def test_incomplete_heads_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- drafting
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("knobs", [{}, {"dynamic": False}, {"top_k": 1}, {"nodes": 63}], ids=str)
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_text_is_that_of_the_model(sample: bool, knobs: dict[str, Any]) -> None:

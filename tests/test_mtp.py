@@ -51,7 +51,7 @@ def reference(folder: Path, target: PreTrainedModel, paths: Paths, more: Sequenc
     return torch.stack([mtp_logits(folder, target, [*TOKENS, *more], path, wrong=wrong)[-1] for path in paths])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_drafts_are_those_of_the_published_law(
@@ -142,6 +142,7 @@ def chain(folder: Path | None, modules: int) -> Any:
     return registry.load("drafters", "mtp", nodes=modules, depth=modules, **given)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", HOSTED)
 def test_drafts_are_those_of_transformers(
@@ -180,6 +181,7 @@ def test_drafts_are_those_of_transformers(
     assert compared >= 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", HOSTED)
 def test_drafts_of_batches_are_those_of_the_published_law(

@@ -31,7 +31,7 @@ from truedraft.stores import _file, memory
 from truedraft.tree import Row
 
 Seen = list[tuple[Any, ...]]
-STEPS, SECRET = 16, 12  # tokens of an output, and of a secret prompt
+STEPS, SECRET = 11, 12  # tokens of an output, and of a secret prompt
 LENGTH = 1024  # of an engine with room for the widest drafts
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",

@@ -116,6 +116,7 @@ def both(store: Any, gamma: float = 5e-4, delta: float = 0.5, **knobs: Any) -> d
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gamma", [0.0, 5e-4, 0.7, 1.0, 1e9])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_law_is_that_of_the_relaxed_mixture(gamma: float, drafts: bool) -> None:

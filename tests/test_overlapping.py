@@ -100,6 +100,7 @@ def continued(tokens: tuple[int, ...], count: int) -> list[int]:
     return made[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}])
 @pytest.mark.parametrize("knobs", [{}, {"serial": 2, "length": 3}], ids=["", "serial"])
 @pytest.mark.parametrize("name", METHODS)
@@ -361,6 +362,7 @@ class Beside(Replay):
         return self
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "rule"),
     [("pearl", "rejection"), ("pearl", "block"), ("mirror-sd", "rejection"), ("mirror-sd", "multi-round")],

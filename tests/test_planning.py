@@ -71,7 +71,7 @@ def test_models_without_weights_have_the_sizes_of_hosted_ones(architecture: str)
     target.free()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("draft", ["none", "draft-model:nano-draft", "eagle3", "prompt-lookup", "sequoia:nano-draft"])

@@ -45,7 +45,8 @@ FOLDERS: dict[str, tuple[Any, ...]] = {
     "int8-tensor": ("compressed", dict(layout="int-quantized", bits=8, strategy="tensor")),
 }
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-CASES = [*FOLDERS, *EXACT]
+EIGHT = {"gptq-8", "w8a16", "int8", "int8-tensor", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}  # kept in bytes
+PROJECTIONS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
 
 
 def write(case: str, folder: Path, model: PreTrainedModel | None = None) -> tuple[Path, dict[str, Tensor]]:
@@ -71,7 +72,25 @@ def stored(model: PreTrainedModel) -> dict[str, Tensor]:
     return {f"{name}.weight": m.weight.detach() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
+    """Each is what gguf's own code computes; the files of one type are slow to read, and `make real` reads them."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    names = [f"{layer}.{part}_proj.weight" for layer in (0, 1) for part in PROJECTIONS]
+    types = dict(zip(names, EXACT, strict=False))
+    weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_0", types)
+    model, _ = truedraft.load(str(tmp_path / "m.gguf"))
+    found = {type: name for name in weights for end, type in types.items() if name.endswith(end)}
+    assert {*found} == {*EXACT}
+    for type, name in found.items():
+        weight = model.get_parameter(name).data
+        assert isinstance(weight, PackedTensor), type
+        assert weight.qdata.dtype == (torch.int8 if type in EIGHT else torch.int32), type
+        assert torch.equal(weight.dequantize(), weights[name]), type
+
+
+@pytest.mark.parametrize(
+    "case", [*FOLDERS, *(pytest.param(case, marks=pytest.mark.slow) for case in EXACT[:-1]), EXACT[-1]]
+)
 def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
     """Linear layers stay integers of the format's bits, and stand for what its own code computes in fp32."""
     path, weights = write(case, tmp_path)
@@ -85,16 +104,17 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
         if name in weights:
             assert isinstance(weight, PackedTensor), name
             assert torch.equal(weight.dequantize(), weights[name]), name
-    eight = case in ("gptq-8", "w8a16", "int8", "int8-tensor", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
     packed = kept["model.layers.1.mlp.down_proj.weight"]
-    assert isinstance(packed, PackedTensor) and packed.qdata.dtype == (torch.int8 if eight else torch.int32)
+    assert isinstance(packed, PackedTensor) and packed.qdata.dtype == (torch.int8 if case in EIGHT else torch.int32)
     rest = {**quantised.plain().state_dict(), **weights}
     for name, tensor in model.named_parameters():
         if not isinstance(tensor.data, PackedTensor):
             assert torch.equal(tensor, rest[name]), name
 
 
-@pytest.mark.parametrize("case", ["gptq-asymmetric", "awq", "w8a16", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize(
+    "case", ["gptq-asymmetric", "awq", "w8a16", pytest.param("Q4_0", marks=pytest.mark.slow), "Q6_K"]
+)
 def test_texts_are_those_of_the_plain_model_with_these_weights(case: str, tmp_path: Path) -> None:
     path, weights = write(case, tmp_path)
     model, _ = truedraft.load(str(path))
@@ -115,7 +135,8 @@ def test_texts_are_those_of_the_plain_model_with_these_weights(case: str, tmp_pa
     ("case", "dtype"),  # products of each layout in each dtype: test_kernels.py
     [
         *zip(["gptq", "awq", "int8", "Q4_K"], ["float32"] * 4, strict=True),
-        *zip(["gptq-asymmetric", "w4a16", "Q4_0", "Q6_K"], ["bfloat16"] * 4, strict=True),
+        *zip(["gptq-asymmetric", "w4a16", "Q6_K"], ["bfloat16"] * 3, strict=True),
+        pytest.param("Q4_0", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_passes_are_compiled_and_have_the_same_bits_at_any_width(case: str, dtype: str, tmp_path: Path) -> None:
@@ -200,7 +221,7 @@ def test_shards_and_settings_are_read(tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter(name).dequantize(torch.float32), weight)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0, 5.0])
+@pytest.mark.parametrize("factor", [8.0, pytest.param(32.0, marks=pytest.mark.slow), 5.0])
 def test_rotary_embeddings_of_llama_3_are_known_by_their_divisors(factor: float, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     model = copy.deepcopy(quantised.plain())
@@ -293,7 +314,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         truedraft.load(str(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("stretching", ["yarn", "linear"])
+@pytest.mark.parametrize("stretching", ["yarn", pytest.param("linear", marks=pytest.mark.slow)])
 def test_rotary_embeddings_that_transformers_does_not_read_are_refused(stretching: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
     quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q8_0", llama__rope__scaling__type=stretching)

@@ -101,6 +101,7 @@ def test_the_text_is_that_of_its_own_generate(model: Any, changes: dict[str, Any
     compare(model, TRACE | changes, strict, rows)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", [1, 10])
 @pytest.mark.parametrize("bound", [1e-3, 5.0])
 def test_bounds_of_entropy(scale: float, bound: float) -> None:

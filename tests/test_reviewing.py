@@ -116,6 +116,7 @@ def test_drafts_are_those_of_the_view_alone(kind: str, view: str, processors: st
     check_drafts(kind, view, processors, rule)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["10", "draft-model"])
 @pytest.mark.parametrize(
     "view",

@@ -36,7 +36,7 @@ def batch(*lengths: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["oracle", "noise", "draft-model"])
 @pytest.mark.parametrize("lengths", [(5, 11, 16), (41, 55, 48), (40,)], ids=["short", "long", "one step"])
@@ -62,6 +62,7 @@ def test_nodes_of_rows_on_both_sides_in_one_pass(architecture: str) -> None:
             assert (scores[row, node] - plain).abs().max() < 1e-4 * plain.std()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("architecture", LONGROPE)
 def test_requests_on_both_sides_have_their_text_alone(architecture: str, runtime: str) -> None:

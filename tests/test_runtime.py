@@ -95,10 +95,10 @@ def one_by_one(target: DecoderTarget, tokens: list[int]) -> Tensor:
 @BOTH
 def test_a_node_has_the_same_bits_however_it_is_scored(architecture: str, dtype: torch.dtype) -> None:
     """Alone, in a chain, in a tree, beside other rows, and as a part of a prompt: no tolerance."""
-    assert_same_bits(target_of(architecture, dtype))
+    assert_same_bits(target_of(architecture, dtype), seeds=2)
 
 
-def assert_same_bits(target: DecoderTarget, seeds: int = 4) -> None:
+def assert_same_bits(target: DecoderTarget, seeds: int) -> None:
     for seed in range(seeds):
         rng = random.Random(seed)
         prompts = [words(rng, n) for n in (3, 17, 1, 26)]
@@ -145,12 +145,12 @@ def test_a_committed_path_leaves_the_same_bits_behind(architecture: str, dtype: 
 def test_threads_and_splits_of_the_prompt_change_no_bit(
     architecture: str, lengths: tuple[int, ...], dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more nodes at one expert than a product processes together, and with a single one."""
+    """With more nodes at one expert than a product processes together, and in short prompts with a single one."""
     rng = random.Random(1)
     prompts = [Prompt(torch.tensor(words(rng, n))) for n in lengths]
     tree = random_tree(rng, 3, 19)
     seen = []
-    for count, part in ((1, 512), (2, 512), (3, 11), (5, 1)):
+    for count, part in ((1, 512), (2, 512), (3, 11), (5, 1 if max(lengths) < 90 else 23)):
         torch.set_num_threads(count)
         monkeypatch.setattr("truedraft.runtime.nodes.PROMPT", part)
         target = target_of(architecture, dtype)

@@ -71,6 +71,7 @@ def sources() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_an_encoder_wider_than_its_decoder(side: str, runtime: str) -> None:

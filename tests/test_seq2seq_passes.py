@@ -48,6 +48,7 @@ def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, V) for _ in range(count)]  # padding has no position in a plain forward of M2M100
 
 
+@pytest.mark.covering(1)
 @EVERY
 @BOTH
 def test_a_node_has_the_same_bits_however_it_is_scored(kind: str, dtype: torch.dtype) -> None:

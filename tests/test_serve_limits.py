@@ -157,7 +157,7 @@ def test_a_queue_has_a_bound_and_rows_begin_in_order(server: Running) -> None:
         return {"prompt": P, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
     async def scenario() -> list[tuple[int, dict[str, Any], dict[str, str]]]:
-        posts = [asyncio.to_thread(posted, server, "/v1/completions", body(1500)) for _ in range(8)]
+        posts = [asyncio.to_thread(posted, server, "/v1/completions", body(800)) for _ in range(8)]
         return await asyncio.gather(*posts)
 
     answers = asyncio.run(scenario())

@@ -61,6 +61,7 @@ def texts(draft: str, sampled: bool, settings: Callable[[int], dict[str, Any]]) 
     return [request.result() for request in requests]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("draft", ["prompt-lookup", "token-recycling", "draft-model"])
 @pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (-0.4, 1.5)])

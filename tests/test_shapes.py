@@ -37,6 +37,7 @@ def test_the_distributions_may_be_those_of_a_head(name: str, head: str, rule: st
     assert any(one.offered for made in report.passes for one in made.emitted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head", [False, True], ids=["model", "head"])
 @pytest.mark.parametrize("name", SHAPED)
 def test_greedy_drafts_from_ranked_tokens_are_those_from_whole_distributions(

@@ -69,6 +69,7 @@ def plain_estimates(model: PreTrainedModel, head: AcceptanceHead, tokens: Sequen
 # ---------------------------------------------------------------- drafts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", [pytest.param("auto", marks=COMPILED), "stock"])
 @pytest.mark.parametrize(("threshold", "shortest"), [(0.3, 1), (0.8, 1), (0.3, 4)])
 def test_drafts_end_where_the_paper_says(

@@ -362,6 +362,7 @@ def test_a_lenient_draft_model_accepts_what_it_would_not_choose() -> None:
         assert trees and all((tree.tokens[1:10] == (5,) * 9) == right for tree in trees)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["ouroboros", "staged-sd"])
 @pytest.mark.parametrize("rule", ["rejection", "multi-round", "block"])
 def test_drafts_are_certain_for_rules_that_accept_drawn_drafts(name: str, rule: str) -> None:

@@ -55,6 +55,7 @@ def outputs(model: PreTrainedModel) -> Any:
     return model(ids(), output_hidden_states=True, use_cache=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("layers", "hidden"), SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_original(family: str, layers: int, hidden: int) -> None:
@@ -113,6 +114,7 @@ def test_added_blocks_have_the_attention_of_the_block_that_they_precede(family: 
     torch.testing.assert_close(outputs(larger).logits, outputs(model).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("layers", "hidden"), SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_those_of_the_original_at_the_mapped_layer(family: str, layers: int, hidden: int) -> None:
@@ -161,7 +163,10 @@ def test_layer_map(original: int) -> None:
         LayerMap(6, 12)[-2]
 
 
-@pytest.mark.parametrize(("layers", "hidden"), [pytest.param(6, 1024, marks=pytest.mark.slow), (13, 384), (8, 320)])
+@pytest.mark.parametrize(
+    ("layers", "hidden"),
+    [pytest.param(*larger, marks=pytest.mark.slow) for larger in ((6, 1024), (13, 384))] + [(8, 320)],
+)
 def test_nano_stretched_has_the_text_of_nano(layers: int, hidden: int) -> None:
     model, tokenizer = load("nano")
     larger = stretched(model, layers=layers, hidden=hidden)
@@ -325,6 +330,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "record"), HEADS)
 @pytest.mark.parametrize("hidden", [64, 96])
 def test_a_stretched_head_drafts_the_same_trees(name: str, record: dict[str, Any], hidden: int) -> None:

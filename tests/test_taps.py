@@ -149,6 +149,7 @@ def test_layers_of_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     net(target)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["stock", "auto"])
 @pytest.mark.parametrize("kind", SEQ2SEQ)
 def test_layers_of_encoder_decoders_are_the_decoder_s(kind: str, runtime: str) -> None:

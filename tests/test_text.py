@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ SETTINGS = [  # greedy decoding has no warpers
 
 
 def cases() -> Iterator[tuple[str, str, int, str]]:
-    """Trials: the full product. Registered drafters: every setting once, by both rules, alone and in a batch in turn;
-    together they have the full product, and test_matrix.py has more settings. Presets: once for each rule."""
+    """Trials: the full product, of which the everyday suite has every pair. Registered drafters: every setting once, by
+    both rules, alone and in a batch in turn; together they have the full product, and test_matrix.py has more settings.
+    Presets: once for each rule."""
     for name in (*TRIALS, "plain"):
         yield from ((name, rule, rows, processors) for rule, processors in SETTINGS for rows in ROWS)
     ways = [(rule, rows) for rows in ROWS for rule in RULES]
@@ -40,6 +42,7 @@ def hosted(name: str) -> PreTrainedModel:
     return model_for(name, torch.float32 if name in REGISTERED else torch.float64)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "rule", "rows", "processors"), cases())
 def test_every_drafter_keeps_the_text_of_generate(name: str, rule: str, rows: int, processors: str) -> None:
     model = hosted(name)
@@ -51,11 +54,15 @@ def test_every_drafter_keeps_the_text_of_generate(name: str, rule: str, rows: in
         assert report.acceptance_rate is None
 
 
-def in_turn(options: Sequence[int]) -> list[tuple[str, str, int]]:
-    """(name, rule, option): for trials the full product; registered drafters try each option under one rule in turn."""
+def in_turn(options: Sequence[int]) -> list[Any]:
+    """(name, rule, option): for trials the full product; registered drafters try each option under one rule in turn,
+    and in the everyday suite one of the options."""
     product = itertools.product((*TRIALS, "plain"), RULES, options)
     turns = itertools.product(enumerate(NAMES), enumerate(options))
-    return [*product, *((name, [*RULES][(i + j) % 2], option) for (i, name), (j, option) in turns)]
+    return [*product] + [
+        pytest.param(name, [*RULES][(i + j) % 2], option, marks=[pytest.mark.slow][: (i + j) % len(options) != 0])
+        for (i, name), (j, option) in turns
+    ]
 
 
 @pytest.mark.parametrize(("name", "rule", "length"), in_turn((1, 2, 7)))
@@ -123,7 +130,7 @@ def test_eager_attention(name: str) -> None:
     text_net(model, name, ragged(model, 3), max_new_tokens=20, do_sample=False)
 
 
-@pytest.mark.parametrize("name", [*REGISTERED, "noise"])
+@pytest.mark.parametrize("name", [*NAMES, "noise", *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS)])
 def test_cost_control_changes_no_token(name: str) -> None:
     model = hosted(name)
     text_net(model, name, ragged(model, 4), control="cost", max_new_tokens=40, **RULES["seeded"])

@@ -147,6 +147,7 @@ def test_near_ties_change_the_text_without_recheck() -> None:
     assert any(generated(fast, p, do_sample=False) != generated(model, p, do_sample=False) for p in PROMPTS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", ["auto", "stock"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
 def test_recheck_gives_the_text_of_generate_with_any_drafter(settings: dict[str, Any], runtime: str) -> None:

@@ -217,6 +217,7 @@ def test_rows_are_read_in_pieces_beside_others() -> None:
         assert error(scores[row, 0], Picked(model).logits(texts[i][:-1], texts[i][-1:])[0]) < 1e-3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "own forward"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_text_drafted_over_a_part_of_the_cache_is_that_of_model_generate(rule: str, dtype: torch.dtype) -> None:

@@ -157,6 +157,7 @@ WIDTHS = torch.tensor([400, 330])
 MASK = (torch.arange(400) >= 400 - WIDTHS[:, None]).long()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("draft", "least"), [("int8-kv", 0.9), ("int4-kv", 0.5), ("quantspec", 0.2)])

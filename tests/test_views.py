@@ -534,6 +534,7 @@ def test_a_view_that_changes_nothing_is_the_whole_model(runtime: str) -> None:
         assert error(under[row, : len(tree)], whole[row, : len(tree)]) < 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("control", ["fixed", "cost"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "own forward"])
@@ -552,6 +553,7 @@ def test_a_text_drafted_by_a_view_is_that_of_model_generate(dtype: torch.dtype, 
             assert fast.report().acceptance_rate > 0.05, "nothing that was drafted was accepted"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "persimmon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])

@@ -79,6 +79,7 @@ def test_a_tokenizer_of_sentencepiece_alone_names_what_it_needs(tmp_path: Path) 
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("target", "draft"), permutations([*FOLDERS, *EMBEDDED], 2))
 def test_a_text_that_grows_by_tokens_is_as_the_other_tokenizer_splits_it(target: str, draft: str) -> None:
     mine, other = tokenizer(target), tokenizer(draft)
@@ -166,7 +167,7 @@ def test_the_text_is_the_targets_across_vocabularies(name: str, sample: bool) ->
     made = drafter(name if name == "string-level-exact" else f"{name}{ACROSS}", model, **knobs)
     fast = truedraft.accelerate(model, draft=made, control="fixed")
     inputs = ragged(model, 3)
-    for seed in range(3):
+    for seed in range(2 if sample else 1):
         torch.manual_seed(seed)
         expected = model.generate(**inputs, max_new_tokens=30, do_sample=sample)
         torch.manual_seed(seed)
