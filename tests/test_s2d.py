@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_tokens_that_were_accepted_are_not_read_again(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
 def test_the_loss_is_the_sum_of_those_of_the_cut_models(architecture: str) -> None:
-    model = draft_model(architecture)
+    model = deepcopy(draft_model(architecture)).requires_grad_()  # training by another test may have frozen it
     ids = torch.randint(1, 61, (3, 15), generator=torch.Generator().manual_seed(1))
     counted = torch.rand(3, 15, generator=torch.Generator().manual_seed(2)) < 0.5
     found = SortedLoss(model, EXITS)(ids, counted)

@@ -224,9 +224,12 @@ class Runner(ABC):
         return None
 
     def extend_trees(
-        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        self,
+        trees: Sequence[DraftTree],
+        written: Sequence[int],
+        growth: TreeGrowth,
         limits: Sequence[TreeLimits | None],
-    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+    ) -> tuple[list[GrownTree | None], list[float]] | None:
         """What grows behind the last node of each tree that has limits, in one call; see `Target.extend_trees`. None
         where a call makes one pass."""
         return None

@@ -20,7 +20,7 @@ from truedraft.tree import DraftTree, Taps
 from truedraft.views._base import WHOLE, Reduction
 
 
-class Behind(ABC):
+class FurtherPasses(ABC):
     """What further passes compute behind the nodes of a first one: the arguments of a function of the library, and the
     memory that these point to.
 
@@ -34,7 +34,7 @@ class Behind(ABC):
         """logits: index of the buffer with these."""
 
 
-class ChainBuffers(Behind):
+class ChainBuffers(FurtherPasses):
     """Chains of likeliest tokens, which consider the same tokens."""
 
     function = "truedraft_chains"
@@ -64,7 +64,7 @@ class ChainBuffers(Behind):
         ]
 
 
-class TreeBuffers(Behind):
+class TreeBuffers(FurtherPasses):
     """Trees of likeliest tokens, which consider the same tokens."""
 
     function = "truedraft_trees"
@@ -179,9 +179,12 @@ class ExtendingPass(Runner):
         return [[] if one is None else next(made) for one in chains]
 
     def extend_trees(
-        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        self,
+        trees: Sequence[DraftTree],
+        written: Sequence[int],
+        growth: TreeGrowth,
         limits: Sequence[TreeLimits | None],
-    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+    ) -> tuple[list[GrownTree | None], list[float]] | None:
         if not self.greedy_chains:
             return None
         behind = TreeBuffers(growth, [one for one in limits if one is not None])
@@ -191,7 +194,7 @@ class ExtendingPass(Runner):
         return [None if one is None else next(made) for one in limits], seconds
 
     def _extend_last(
-        self, trees: Sequence[DraftTree], written: Sequence[int], each: Sequence[object | None], behind: Behind,
+        self, trees: Sequence[DraftTree], written: Sequence[int], each: Sequence[object | None], behind: FurtherPasses,
         width: int,
     ) -> None:  # fmt: skip
         """A pass over the trees of slots where `each` has something, and further ones behind their last nodes.

@@ -18,7 +18,7 @@ from truedraft.caches.rows import RowCache
 from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime.buffers import buffer_rows, buffers_of, pad_in_place
-from truedraft.runtime.chaining import Behind, ExtendingPass, floats
+from truedraft.runtime.chaining import ExtendingPass, FurtherPasses, floats
 from truedraft.runtime.embedding import embedded
 from truedraft.runtime.experts import check_ops
 from truedraft.runtime.native import Failure, Op, OpKind, PassArguments
@@ -60,7 +60,7 @@ class CompiledPass(ExtendingPass):
         library = native.library()
         if library is None:
             raise NotCompilable(native.missing())
-        self._library = library
+        self._library, self._run = library, library.truedraft_pass
         self.model, self.copied = model, copied
         self._compile()
 
@@ -278,7 +278,7 @@ class CompiledPass(ExtendingPass):
 
     def _execute(
         self, ops: ctypes.Array[Op], nodes: Nodes, gather: Sequence[int], embeds: Tensor | None, out: Sequence[Tensor],
-        further: Mapping[str, Sequence[int]], behind: Behind | None = None,
+        further: Mapping[str, Sequence[int]], behind: FurtherPasses | None = None,
     ) -> None:  # fmt: skip
         """Run operations over the nodes.
 
@@ -312,7 +312,7 @@ class CompiledPass(ExtendingPass):
         given = PassArguments.of(numbers, lists)
         passed = ops, len(ops), given, self._share, torch.get_num_threads()
         if behind is None:
-            failure = self._library.truedraft_pass(*passed)
+            failure = self._run(*passed)
         else:
             failure = getattr(self._library, behind.function)(*passed, behind.arguments(len(self._buffers)))
         if failure == Failure.NO_MEMORY:

@@ -318,9 +318,12 @@ class Target(Protocol):
         """
 
     def extend_trees(
-        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        self,
+        trees: Sequence[DraftTree],
+        written: Sequence[int],
+        growth: TreeGrowth,
         limits: Sequence[TreeLimits | None],
-    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+    ) -> tuple[list[GrownTree | None], list[float]] | None:
         """Like `extend_greedily`, of trees of likeliest tokens: each further pass reads a level of all of them.
 
         Returns:

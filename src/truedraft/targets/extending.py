@@ -34,7 +34,10 @@ class ExtendingPasses(Protocol):
         return self.runner.extend_greedily(trees, written, chains)
 
     def extend_trees(
-        self, trees: Sequence[DraftTree], written: Sequence[int], growth: TreeGrowth,
+        self,
+        trees: Sequence[DraftTree],
+        written: Sequence[int],
+        growth: TreeGrowth,
         limits: Sequence[TreeLimits | None],
-    ) -> tuple[list[GrownTree | None], list[float]] | None:  # fmt: skip
+    ) -> tuple[list[GrownTree | None], list[float]] | None:
         return self.runner.extend_trees(trees, written, growth, limits)
