@@ -55,8 +55,8 @@ class Cost(Control):
         self._requested: list[Drafts] = []  # those of the current pass that were requested
         self._clock = (0.0,) * 4  # seconds so far, see `_spent`
         self._before = 0.0  # seconds of the target before the pass
-        self._entered = True  # whether a row has entered or left since the last step
-        self._same = False  # whether no row has entered or left since the last budget
+        self._entered = True  # whether a row has entered or left since the last step that was decided
+        self._same = False  # whether the last step was decided too, and for the same rows
         self._resting = 0  # passes for which nothing is drafted, and nothing is to be learnt
 
     def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:

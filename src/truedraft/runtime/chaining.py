@@ -52,7 +52,7 @@ class ChainBuffers(FurtherPasses):
         first = self._chains[0]
         return ChainArguments(
             chains=len(self._chains), logits=logits, room=self._room, least=first.least, **_columns(first.columns),
-            **_addresses(self._memory),
+            **_pointers(self._memory),
         )  # fmt: skip
 
     def tokens(self) -> list[list[int]]:
@@ -93,7 +93,7 @@ class TreeBuffers(FurtherPasses):
             trees=len(self._limits), logits=logits, room=self._room, children=growth.children, beam=growth.beam,
             kept=growth.kept, width=growth.width, levels=growth.levels, limits=len(growth.sure), nodes=growth.nodes,
             more=growth.more, decay=growth.decay, plain=growth.plain, node=growth.node, level=growth.level,
-            gain=growth.gain, rank=growth.rank, **_columns(self._limits[0].columns), **_addresses(self._memory),
+            gain=growth.gain, rank=growth.rank, **_columns(self._limits[0].columns), **_pointers(self._memory),
         )  # fmt: skip
         return self._given
 
@@ -128,7 +128,7 @@ def _columns(columns: Tensor | int) -> dict[str, int]:
     return {"columns": columns, "column": 0}
 
 
-def _addresses(memory: dict[str, array[Any]]) -> dict[str, int]:
+def _pointers(memory: dict[str, array[Any]]) -> dict[str, int]:
     return {name: each.buffer_info()[0] for name, each in memory.items()}
 
 

@@ -129,7 +129,7 @@ class DySpec(RankedGrowth, NodeBudget):
             return None
         (child,) = growing.add(parent, [token])
         growing.score[child] = -value * share
-        if rest > 0 and share < 1:
+        if rest > 0:
             heapq.heappush(places.values, (value * (1 - share), parent))
         return child
 
