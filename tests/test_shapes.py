@@ -19,7 +19,7 @@ from truedraft.drafters._base import PassCost
 from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.models._reader import Reader
-from truedraft.drafters.models.sequoia import PRIOR, Ranks, expected, shape_for
+from truedraft.drafters.models.sequoia import PRIOR, Ranks, best_places, shape_for
 from truedraft.errors import Refused
 from truedraft.tree import DraftTree
 
@@ -68,7 +68,7 @@ def test_a_tree_ends_where_a_level_costs_more_than_it_saves(name: str, plain: fl
 GROWN = (
     "opt-tree", "opt-tree:gain=0.2,nodes=9", "specexec:nodes=20,beam=3", "specexec:decay=1.0,length=2",
     "specexec:decay=0.3,nodes=20", "cape:length=7", "sequoia", "gumbel-top-k:branches=3x2.0.1x2", "greedy-multi-draft",
-    "stochastic-beam:beam=16",
+    "stochastic-beam:beam=16", "dyspec", "dyspec:beam=2,length=5,nodes=20", "dyspec:threshold=0.1,beam=3,length=3",
 )  # fmt: skip
 
 
@@ -232,9 +232,9 @@ def best_of(rates: tuple[float, ...], nodes: int, levels: int) -> float:
 
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.9, 0.05, 0.0), (0.3, 0.3, 0.3)])
 def test_shapes_of_sequoia_are_the_best_of_their_size(rates: tuple[float, ...]) -> None:
-    """Against an exhaustive search; and what a shape is worth is what the table says."""
+    """Against an exhaustive search; and what a shape is worth is what the chances of its places say."""
     for levels, nodes in itertools.product((1, 2, 3), range(1, 7)):
-        gain = expected(rates, 6, 3)[levels][nodes]
+        gain = sum(place.chance for place in best_places(rates, 6, levels)[:nodes])
         assert gain == pytest.approx(best_of(rates, nodes, levels))
         shape = shape_for(rates, nodes, levels)
         assert len(shape) <= levels and sum(map(sum, shape)) <= nodes
@@ -263,6 +263,22 @@ def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:
     for node, level, size in ((0.0, 0.0, (12, 4)), (1.0, 0.0, (1, 1)), (0.0, 5.0, (len(PRIOR), 1))):
         draft.pass_cost, draft._of_level = PassCost(1.0, node), level
         assert draft.size(PRIOR, 12, 4) == size
+
+
+@pytest.mark.parametrize("rates", [PRIOR, (0.9, 0.05, 0.01), (0.3, 0.3, 0.3, 0.2)])
+def test_sizes_of_sequoia_are_the_best_of_all(rates: tuple[float, ...]) -> None:
+    """Against all sizes, over costs of nodes and levels, in plain passes."""
+    draft = registry.load("drafters", "sequoia", model=tiny(), nodes=12, length=4)
+    found = set()
+    for node, level in itertools.product((0.002, 0.01, 0.05, 0.2), (0.01, 0.2, 0.6)):
+        draft.pass_cost, draft._of_level = PassCost(1.0, node), level
+        goodput = {}
+        for deep, count in itertools.product(range(1, 5), range(1, 11)):
+            worth = sum(place.chance for place in best_places(rates, 12, deep)[:count])
+            goodput[count, deep] = (1 + worth) / (1 + count * node + deep * level)
+        found.add(size := draft.size(rates, 10, 4))
+        assert goodput[size] == pytest.approx(max(goodput.values()))
+    assert len(found) > 2
 
 
 @pytest.mark.parametrize(

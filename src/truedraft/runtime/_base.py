@@ -40,6 +40,9 @@ class TreeGrowth:
         paths remain, and those of them that are not expanded yet are next; 0: all remain, and the last level is next.
     width: nodes expanded at a level. levels: passes at most. decay: of a path's probability per level.
     sure: (below this probability of the likeliest token, so many children), ascending.
+    places: nodes are added in the order of their places' values instead, as `dyspec` does: that of the next child of a
+        node is the probability of its path and of none of its children so far. Places of less than the probability of
+        a node that may still be expanded wait for it, and those of less than `threshold` stay empty.
     nodes: of the likeliest paths, those that count for costs and gains.
     plain, node, level: seconds of a tree's share of a plain pass, of each further node, and of a level of all trees;
         plain 0: costs end no tree. more: levels that a further one is reckoned with.
@@ -54,6 +57,8 @@ class TreeGrowth:
     kept: int = 0
     decay: float = 1.0
     sure: Sequence[tuple[float, int]] = ()
+    places: bool = False
+    threshold: float = 0.0
     nodes: int = 0
     plain: float = 0.0
     node: float = 0.0

@@ -92,8 +92,9 @@ class TreeBuffers(FurtherPasses):
         self._given = TreeArguments(
             trees=len(self._limits), logits=logits, room=self._room, children=growth.children, beam=growth.beam,
             kept=growth.kept, width=growth.width, levels=growth.levels, limits=len(growth.sure), nodes=growth.nodes,
-            more=growth.more, decay=growth.decay, plain=growth.plain, node=growth.node, level=growth.level,
-            gain=growth.gain, rank=growth.rank, **_columns(self._limits[0].columns), **_pointers(self._memory),
+            more=growth.more, places=growth.places, decay=growth.decay, plain=growth.plain, node=growth.node,
+            level=growth.level, gain=growth.gain, threshold=growth.threshold, rank=growth.rank,
+            **_columns(self._limits[0].columns), **_pointers(self._memory),
         )  # fmt: skip
         return self._given
 

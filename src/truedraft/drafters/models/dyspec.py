@@ -1,13 +1,13 @@
 """DySpec: a tree of sampled tokens that grows where the draft model expects acceptance, as the text requires it.
 
 Xiong et al., "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure", 2024 (arXiv 2410.11744). The
-value of a place in the tree is the probability that it is reached and that its token is accepted, if acceptance is as
-probable as the draft model's tokens are. Siblings are drawn without replacement: after a token of probability r, the
-value of the place beside it is 1 - r times as high, and that of the first place below it r times. Places are filled
-in the order of their values (algorithm 1 of the paper); a pass of the draft model reads the `beam` nodes whose first
-places are the most valuable, and places of lower value than these wait for it. Whether a place is filled is decided
-before its token is drawn, so that `multi-round` verifies the tree exactly. Under `greedy` and `seeded` the siblings
-are the likeliest tokens instead.
+value of a place in the tree is the probability that verification reaches it, if acceptance is as probable as the draft
+model's tokens are. Siblings are drawn without replacement: below a node of value v, the value of the next place is v
+times the probability that is left for it, and the node that fills it has v times the probability of its token. Places
+are filled in the order of their values (algorithm 1 of the paper); a pass of the draft model reads the `beam` nodes
+whose first places are the most valuable, and places of lower value than these wait for it. Whether a place is filled
+is decided before its token is drawn, so that `multi-round` verifies the tree exactly. Under `greedy` and `seeded` the
+siblings are the likeliest tokens instead.
 
 It wins over trees of fixed shape where the draft model is sure of some tokens and unsure of others.
 """
@@ -25,6 +25,8 @@ from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
 from truedraft.drafters._ranked import RankedGrowth
 from truedraft.drafters._shaped import NodeBudget
+from truedraft.runtime._base import TreeGrowth
+from truedraft.stores.likeliest import MOST
 from truedraft.tree import Draws
 
 
@@ -68,8 +70,14 @@ class DySpec(RankedGrowth, NodeBudget):
     def expansions(self) -> int:
         return self.length * self.beam
 
+    def growth(self, growing: Sequence[GrowingTree], rows: int) -> TreeGrowth:
+        return TreeGrowth(
+            children=self.most_children(growing[0]), width=self.beam, levels=self.length, places=True,
+            threshold=self.threshold,
+        )  # fmt: skip
+
     def most_children(self, growing: GrowingTree) -> int:
-        return self.nodes
+        return min(self.nodes, MOST)
 
     def grow_ranked(
         self, growing: GrowingTree, nodes: Sequence[int], tokens: Sequence[Sequence[int]],
@@ -83,7 +91,8 @@ class DySpec(RankedGrowth, NodeBudget):
 
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         if self.preferred(growing.row) != "law":
-            tokens = [self.chosen(growing, node, law, self.nodes) for node, law in zip(nodes, laws, strict=True)]
+            most = self.most_children(growing)
+            tokens = [self.chosen(growing, node, law, most) for node, law in zip(nodes, laws, strict=True)]
             chances = [law[some].tolist() for law, some in zip(laws, tokens, strict=True)]
             return self.grow_ranked(growing, nodes, tokens, chances)
         growing.state = places = growing.state or Places()
@@ -118,26 +127,26 @@ class DySpec(RankedGrowth, NodeBudget):
 
     def _fill(self, growing: GrowingTree, places: Places) -> int | None:
         """Fill the most valuable place; returns its node, None where no token is left for it."""
-        value, parent = heapq.heappop(places.values)
+        _, parent = heapq.heappop(places.values)
         if parent in places.left:
-            token, share, rest = self._drawn(growing, places, parent)
+            token, chance, rest = self._drawn(growing, places, parent)
         elif siblings := places.siblings[parent]:
             token, chance = siblings.pop()
-            share, rest = chance / places.rest[parent], places.rest[parent] - chance
-            places.rest[parent] = rest
+            rest = places.rest[parent] = places.rest[parent] - chance
         else:
             return None
         (child,) = growing.add(parent, [token])
-        growing.score[child] = -value * share
+        value = growing.score.get(parent, 1.0)
+        growing.score[child] = value * chance
         if rest > 0:
-            heapq.heappush(places.values, (value * (1 - share), parent))
+            heapq.heappush(places.values, (-value * rest, parent))
         return child
 
     def _drawn(self, growing: GrowingTree, places: Places, parent: int) -> tuple[int, float, float]:
-        """A child that is drawn, its share of what was left, and what is left then."""
+        """A child that is drawn, its probability, and what is left then."""
         left = places.left[parent]
         (token,) = growing.row.request.chance.draw(left, growing.row)
-        share = float(left[token]) / float(left.sum())
+        chance = float(left[token])
         places.left[parent] = left = left.clone()
         left[token] = 0.0
-        return token, share, float(left.sum())
+        return token, chance, float(left.sum())

@@ -2,10 +2,11 @@
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", NeurIPS 2024 (arXiv 2402.12374). The
 children of a node are drawn without replacement; how often the child of each rank is accepted does not depend much on
-its place in the tree, and is counted as the text goes on. From these rates dynamic programming finds the tree of most
-expected tokens for every number of nodes and levels (section 3.1), and the measured costs of passes choose among them
-(section 3.3). `multi-round` verifies the tree exactly; under `greedy` and `seeded` the children are the likeliest
-tokens.
+its place in the tree, and is counted as the text goes on. From these rates follows the tree of most expected tokens for
+every number of nodes and levels (section 3.1), and the measured costs of passes choose among them (section 3.3). The
+paper finds that tree by dynamic programming; since a later child is accepted no more often than an earlier one, it
+consists of the places that are the most probable to be reached, which a heap lists in order. `multi-round` verifies the
+tree exactly; under `greedy` and `seeded` the children are the likeliest tokens.
 
 It wins over shapes chosen by hand where texts differ in how well they are predicted; trees that follow the draft
 model's own probabilities (`opt-tree`, `dyspec`) adapt to each token, where those probabilities are reliable.
@@ -13,10 +14,12 @@ model's own probabilities (`opt-tree`, `dyspec`) adapt to each token, where thos
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from truedraft.card import Card, knob
 from truedraft.drafters._growing import GrowingTree
@@ -31,7 +34,7 @@ PRIOR = (0.6, 0.12, 0.06, 0.03, 0.02, 0.01, 0.01, 0.01)  # acceptance of the chi
 WEIGHT = 16.0  # of these, in observations
 KEPT = 0.98  # weight that an observation keeps at each later one
 LEAST = 0.005  # rate that a child is taken to have at least, or nothing would be drafted, and no more be observed
-STEP = 0.02  # rates are rounded to it, so that few shapes are computed
+STEP = 0.02  # rates are rounded to it, and replaced once one of them is so far from its value: few shapes are computed
 
 Shape = tuple[tuple[int, ...], ...]
 
@@ -42,6 +45,8 @@ class Ranks:
 
     accepted: list[float] = field(default_factory=lambda: [WEIGHT * rate for rate in PRIOR])
     tried: list[float] = field(default_factory=lambda: [WEIGHT] * len(PRIOR))
+    _found: list[float] = field(default_factory=list)  # when `_rates` were taken
+    _rates: tuple[float, ...] = ()
 
     def observe(self, children: int, accepted: int | None) -> None:
         """A node with so many children, of which one was accepted, or none."""
@@ -50,12 +55,19 @@ class Ranks:
             self.tried[rank] = KEPT * self.tried[rank] + 1
 
     def rates(self) -> tuple[float, ...]:
-        """Rounded, and falling from rank to rank, as the allocation of nodes takes them to be."""
-        found: list[float] = []
-        for accepted, tried in zip(self.accepted, self.tried, strict=True):
-            rate = max(round(accepted / tried / STEP) * STEP, LEAST)
-            found.append(min([rate, *found[-1:]]))
-        return tuple(found)
+        """Rounded, and falling from rank to rank, as the order of places takes them to be."""
+        found = [accepted / tried for accepted, tried in zip(self.accepted, self.tried, strict=True)]
+        if not self._rates or any(abs(now - then) > STEP for now, then in zip(found, self._found, strict=True)):
+            self._found = found
+            self._rates = tuple(accumulate((max(round(rate / STEP) * STEP, LEAST) for rate in found), min))
+        return self._rates
+
+
+class Place(NamedTuple):
+    """A place of a tree. chance: that its node is accepted. parent: its node, 0 the root, n that of the n-th place."""
+
+    chance: float
+    parent: int
 
 
 @dataclass
@@ -103,11 +115,16 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
         if self.pass_cost is None:
             return nodes, levels
         plain, node = self.pass_cost
-        gains = expected(rates, self.nodes, self.length)
-        sizes = [(n, d) for d in range(1, levels + 1) for n in range(d, nodes + 1)]
-        return max(
-            sizes, key=lambda size: (1 + gains[size[1]][size[0]]) / (plain + size[0] * node + size[1] * self._of_level)
-        )
+        goodput, size = 0.0, (1, 1)
+        for deep in range(1, levels + 1):
+            tokens, seconds = 1.0, plain + deep * self._of_level
+            for count, place in enumerate(best_places(rates, self.nodes, deep)[:nodes], 1):
+                tokens, seconds = tokens + place.chance, seconds + node
+                if tokens > goodput * seconds:
+                    goodput, size = tokens / seconds, (count, deep)
+                elif place.chance * seconds <= tokens * node:  # later places, of lower chances, only lower it
+                    break
+        return size
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -121,54 +138,37 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
                         self._ranks_of(row).observe(len(own), None if child is None else own.index(child))
 
 
-@lru_cache(maxsize=64)
-def expected(rates: tuple[float, ...], nodes: int, levels: int) -> list[list[float]]:
-    """By levels and nodes, the expected accepted nodes of the best tree of that size."""
-    return [gains for gains, _ in _tables(rates, nodes, levels)]
-
-
 @lru_cache(maxsize=512)
 def shape_for(rates: tuple[float, ...], nodes: int, levels: int) -> Shape:
     """The best tree of so many nodes and levels: by level from the root on, the number of children of each node."""
-    tables = _tables(rates, nodes, levels)
-    shape: list[tuple[int, ...]] = []
-    below = [nodes]  # nodes below each node of the level
-    for level in range(levels, 0, -1):
-        parts = [_parts(tables[level][1], own) for own in below]
-        shape.append(tuple(map(len, parts)))
-        below = [size for some in parts for size in some]
-        if not any(below):
-            break
+    children: list[list[int]] = [[] for _ in range(nodes + 1)]
+    for node, place in enumerate(best_places(rates, nodes, levels), 1):
+        children[place.parent].append(node)
+    shape, level = list[tuple[int, ...]](), [0]
+    while any(counts := tuple(len(children[node]) for node in level)):
+        shape.append(counts)
+        level = [child for node in level for child in children[node]]
     return tuple(shape)
 
 
-def _parts(choices: Sequence[Sequence[int]], nodes: int) -> list[int]:
-    """The nodes below each child of a node that has so many below it."""
-    parts: list[int] = []
-    for of_rank in choices:
-        if nodes == 0 or of_rank[nodes] < 0:
-            break
-        parts.append(of_rank[nodes])
-        nodes -= 1 + of_rank[nodes]
-    return parts
+@lru_cache(maxsize=512)
+def best_places(rates: tuple[float, ...], nodes: int, levels: int) -> list[Place]:
+    """The places of a tree of so many levels, those of the highest chances first, a parent before its children: the
+    first n of them are the best tree of n nodes. Fewer than `nodes` where there are no more.
 
-
-@lru_cache(maxsize=64)
-def _tables(rates: tuple[float, ...], nodes: int, levels: int) -> list[tuple[list[float], list[list[int]]]]:
-    """By levels, from 0 on: the most expected accepted nodes below an accepted node that has 0, 1, ... nodes below it;
-    and by rank of a child and nodes left for it and its later siblings, how many are below it, -1 for no child."""
-    tables: list[tuple[list[float], list[list[int]]]] = [([0.0] * (nodes + 1), [])]
-    for _ in range(levels):
-        below = tables[-1][0]
-        later, choices = [0.0] * (nodes + 1), list[list[int]]()
-        for rate in reversed(rates):
-            gains, chosen = [0.0] * (nodes + 1), [-1] * (nodes + 1)
-            for left in range(1, nodes + 1):
-                for own in range(left):
-                    gain = rate * (1 + below[own]) + later[left - 1 - own]
-                    if gain > gains[left] + 1e-12:
-                        gains[left], chosen[left] = gain, own
-            later = gains
-            choices.insert(0, chosen)
-        tables.append((later, choices))
-    return tables
+    rates: of acceptance, of the children of an accepted node, falling.
+    """
+    places: list[Place] = []
+    heap = [
+        (-rates[0], 0, 0, 1, 1.0)
+    ]  # minus the chance of a place, its parent, rank and depth, and the parent's chance
+    while heap and len(places) < nodes:
+        minus, parent, rank, depth, above = heap[0]
+        places.append(Place(-minus, parent))
+        if rank + 1 < len(rates):
+            heapq.heapreplace(heap, (-above * rates[rank + 1], parent, rank + 1, depth, above))
+        else:
+            heapq.heappop(heap)
+        if depth < levels:
+            heapq.heappush(heap, (minus * rates[0], len(places), 0, depth + 1, -minus))
+    return places
