@@ -253,7 +253,7 @@ def test_parts_are_initialised_before_the_first_pass() -> None:
         setting.decode()
         assert setting.target.taps.hidden == (1, 2)
         assert all(row.request is None for row in setting.rows), "no reference cycle"
-        assert setting.control.opened == [(setting.target, setting.drafter, lockstep, ROOM)]
+        assert setting.control.opened == [(setting.target, setting.drafter, 3, lockstep, ROOM)]
         assert [row.index for row in setting.drafter.under_way] == [0, 1, 2]
         assert [row.index for row in setting.control.started] == [0, 1, 2]
         assert len(setting.control.learnt) == len(setting.drafter.seen) - 1  # prefills are not observed by the control
@@ -494,7 +494,7 @@ def test_one_control_budgets_the_rows_of_all_drafters() -> None:
             done, prompts = len(control.budgeted), bool(engine._waiting)
             engine.step()
             assert prompts or control.budgeted[done:] == [running], "all rows in the order of their slots, in one call"
-        assert [(drafter, room) for _, drafter, _, room in control.opened] == [(s.drafter, ROOM) for s in settings]
+        assert [(drafter, room) for _, drafter, *_, room in control.opened] == [(s.drafter, ROOM) for s in settings]
         assert control.started == [row for setting in settings for row in setting.rows]
         assert sorted(control.ended) == sorted(i for setting in settings for i in setting.drafter.ended)
         for budgeted, before, pruned, (rows, _, accepted) in zip(

@@ -21,6 +21,7 @@ from models import ARCHITECTURES, V, ragged, tapped, tiny
 from nets import drafter, padding_of
 from truedraft import DraftTree, Refused
 from truedraft.runtime import graphs
+from truedraft.runtime.curve import WIDTHS
 from truedraft.runtime.graphs import CudaGraphs, GraphPass, Run, bucket
 from truedraft.runtime.latency import LatencyProfile
 from truedraft.runtime.padded import Padded
@@ -162,7 +163,7 @@ def test_sizes_come_in_buckets() -> None:
 
 def test_pass_costs_are_measured_on_captured_sizes() -> None:
     target = target_of("llama")
-    measured = LatencyProfile(target).measure(100_000, None)
+    measured = LatencyProfile(target).measure(100_000, None, WIDTHS[-1])
     assert measured is not None and measured.widths[-1] == 64
     assert len(target.runner._captured) == 7 and not target.cold
     target.reserve(1, 400)

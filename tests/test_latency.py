@@ -17,6 +17,8 @@ from truedraft.runtime.curve import WIDTHS
 from truedraft.runtime.latency import LatencyProfile
 from truedraft.targets.decoder import DecoderTarget
 
+WIDEST = WIDTHS[-1]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -40,13 +42,13 @@ def _generates() -> None:
 
 def test_a_curve_is_measured_once_and_kept(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    first = LatencyProfile(target).measure(100_000, None)
+    first = LatencyProfile(target).measure(100_000, None, WIDEST)
     assert first is not None and first.widths == WIDTHS and list(first.seconds) == sorted(first.seconds)
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())["times"]
     assert list(kept) == list(map(str, WIDTHS)) and {passes for _, passes in kept.values()} == {3}
     again = LatencyProfile(target)
-    assert again.kept == first and again.complete and again.measure(100_000, again.kept) is again.kept
+    assert again.kept == first and again.complete and again.measure(100_000, again.kept, WIDEST) is again.kept
 
 
 DAMAGED: list[Any] = [
@@ -61,14 +63,14 @@ DAMAGED: list[Any] = [
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda content: str(content)[:24])
 def test_a_damaged_file_is_ignored_and_replaced(content: Any, folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
-    good = LatencyProfile(target).measure(100_000, None)
+    good = LatencyProfile(target).measure(100_000, None, WIDEST)
     (file,) = folder.iterdir()
     if isinstance(content, dict):
         content = json.dumps(content if "times" in content else {"times": {"2": [1.0, 1], **content}})
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     damaged = LatencyProfile(target)
     assert damaged.kept is None and not damaged.complete
-    damaged.measure(100_000, None)
+    damaged.measure(100_000, None, WIDEST)
     assert good is not None and LatencyProfile(target).kept is not None
 
 
@@ -130,11 +132,11 @@ def test_measuring_is_limited_to_a_share_of_the_call(folder: Path, monkeypatch: 
     target = DecoderTarget(tiny("qwen2"))
     clock = Clock(target, monkeypatch)
     fresh = LatencyProfile(target)
-    assert fresh.measure(8, None) is None and clock.passes == 0
+    assert fresh.measure(8, None, WIDEST) is None and clock.passes == 0
     curve, widest, due = None, 0, 8
     for steps in (64, 200, 300, 512, 2000, 8000):
         begun, due = clock.now, due + steps
-        curve = fresh.measure(steps, curve)
+        curve = fresh.measure(steps, curve, WIDEST)
         unforeseen = 64 / 4 + 0.75 - latency.TYPICAL[-1]  # of the first pass of the largest width
         assert clock.now - begun <= latency.SHARE * due * 1.05 + 1 + unforeseen
         due = due if clock.now == begun else 0
@@ -144,13 +146,42 @@ def test_measuring_is_limited_to_a_share_of_the_call(folder: Path, monkeypatch: 
         assert curve(width) == pytest.approx(width / 4 + 0.75)
 
 
+def test_only_widths_that_a_call_may_need_are_measured(folder: Path, quick: None) -> None:
+    """Up to the first that is as wide as its widest pass, until a call needs wider ones."""
+    target = DecoderTarget(tiny("qwen2"))
+    fresh = LatencyProfile(target)
+    for most, widest in ((6, 8), (8, 8), (9, 16), (1000, 64)):
+        fresh.measure(100_000, None, most)
+        (file,) = folder.iterdir()
+        kept = {int(width): passes for width, (_, passes) in json.loads(file.read_text())["times"].items()}
+        assert fresh.complete and kept == {width: 3 for width in WIDTHS if width <= widest}
+
+
+def test_storing_the_times_counts_as_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk leaves less time for passes; in all, measuring takes its share."""
+    target = DecoderTarget(tiny("qwen2"))
+    clock, stored = Clock(target, monkeypatch), []
+
+    def slow(path: Path, text: str) -> None:
+        clock.now += 6.0
+        stored.append(clock.now)
+
+    monkeypatch.setattr(latency, "write_whole", slow)
+    fresh, calls = LatencyProfile(target), 0
+    while not fresh.complete:
+        fresh.measure(128, None, WIDEST)
+        calls += 1
+    assert len(stored) > 5
+    assert clock.now == pytest.approx(latency.SHARE * 128 * calls, rel=0.1)
+
+
 def test_processes_continue_the_measurements_of_earlier_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each makes one call, whose share is too small for a pass over 64 tokens."""
     target, kept = DecoderTarget(tiny("qwen2")), []
     Clock(target, monkeypatch)
     for _ in range(60):
         fresh = LatencyProfile(target)
-        fresh.measure(600, fresh.kept)
+        fresh.measure(1200, fresh.kept, WIDEST)
         (file,) = folder.glob("*")
         kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]
@@ -173,7 +204,7 @@ def test_an_outlier_is_corrected_by_later_passes(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(target, "score", waiting)
     fresh, curve = LatencyProfile(target), None
     for call in range(40):
-        curve = fresh.measure(400, curve)
+        curve = fresh.measure(400, curve, WIDEST)
         if not slow and call < 3:
             assert curve is not None and curve(8) <= max(curve(16), 8 / 4 + 0.75)
     assert not slow and curve is not None
@@ -183,9 +214,9 @@ def test_an_outlier_is_corrected_by_later_passes(folder: Path, monkeypatch: pyte
 
 def test_the_shares_of_short_calls_accumulate(folder: Path, quick: None) -> None:
     fresh, curve = LatencyProfile(DecoderTarget(tiny("qwen2"))), None
-    assert [fresh.measure(20, None) is None for _ in range(3)] == [True] * 3
+    assert [fresh.measure(20, None, WIDEST) is None for _ in range(3)] == [True] * 3
     for _ in range(3000):
-        curve = fresh.measure(40, curve)
+        curve = fresh.measure(40, curve, WIDEST)
         if fresh.complete:
             break
     assert curve is not None and fresh.complete
@@ -194,7 +225,7 @@ def test_the_shares_of_short_calls_accumulate(folder: Path, quick: None) -> None
 def test_measuring_changes_neither_torch_nor_the_target(folder: Path, quick: None) -> None:
     target = DecoderTarget(tiny("qwen2"))
     state = torch.get_rng_state()
-    assert LatencyProfile(target).measure(100_000, None) is not None
+    assert LatencyProfile(target).measure(100_000, None, WIDEST) is not None
     assert target.cache is None and torch.equal(torch.get_rng_state(), state)
 
 
@@ -205,4 +236,4 @@ def test_a_scratch_cache_that_does_not_fit_breaks_no_call(folder: Path, monkeypa
         raise truedraft.errors.NoRoom("full")
 
     monkeypatch.setattr(target, "reserve", full)
-    assert LatencyProfile(target).measure(100_000, None) is None and target.cache is None
+    assert LatencyProfile(target).measure(100_000, None, WIDEST) is None and target.cache is None

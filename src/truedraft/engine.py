@@ -200,8 +200,8 @@ class Engine:
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
-                drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
-                fitted = [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
+                drafts = self._draft(drafter, rows, nodes)
+                fitted = [_fitted(row, tree, drafter) for row, tree in zip(rows, drafts, strict=True)]
                 return fitted if self.target.branching else [chained(tree) for tree in fitted]
             except Exception as error:
                 self._fail(rows, error)
@@ -286,7 +286,7 @@ class Engine:
 
     def _measure(self, drafter: Drafter, rows: Sequence[Row]) -> None:
         lockstep, steps = any(row.request.stops.lockstep for row in rows), max(row.room - row.step for row in rows)
-        self.control.open(self.target, drafter, lockstep, steps)
+        self.control.open(self.target, drafter, len(rows), lockstep, steps)
 
     def _end(self, row: Row) -> None:
         self._guarded([row], row.request.drafter.end, row)
@@ -327,12 +327,12 @@ def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> 
     return drafter.propose(rows, budget)
 
 
-def _fitted(row: Row, tree: DraftTree, nodes: int) -> DraftTree:
-    """A drafter's tree, cut to its first `nodes` nodes and to the depth that the row can still emit."""
+def _fitted(row: Row, tree: DraftTree, drafter: Drafter) -> DraftTree:
+    """A drafter's tree, cut to as many nodes as it may draft, and to the depth that the row can still emit."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
     tree.check_embeds()
-    return tree.cut(nodes).shallow(row.room - row.step - 1)
+    return tree if len(tree) == 1 else tree.cut(1 + drafter.width).shallow(row.room - row.step - 1)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:

@@ -10,7 +10,7 @@ from truedraft.canvas._base import Draft, Fixed, Rates
 from truedraft.canvas.targets import CanvasTarget
 from truedraft.canvas.timing import CanvasPasses
 from truedraft.runtime import latency
-from truedraft.runtime.curve import Curve
+from truedraft.runtime.curve import WIDTHS, Curve
 from truedraft.stats import PassTimes
 
 LONGEST = 32  # passes from one proposal to the next, and from one pass without drafts to the next
@@ -89,7 +89,7 @@ class CanvasCosts(CanvasControl):
         if self._target is not target:
             self._target, self._profile = target, latency.of(CanvasPasses(target))
             self._curve, known = self._profile.kept or self._profile.initial(), self._profile.kept
-        self._curve = self._profile.measure(steps, known) or self._curve
+        self._curve = self._profile.measure(steps, known, WIDTHS[-1]) or self._curve
 
     def drafting(self) -> bool:
         self._paused -= 1

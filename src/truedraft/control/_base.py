@@ -36,9 +36,10 @@ class Control(ABC):
             raise Refused(f"control={self!r} is no dataclass, so an engine cannot have one with the same knobs")
         return replace(self)
 
-    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
         """Called before the first rows of a drafter in a call, or in an engine in which it has none.
 
+        rows: how many they are.
         lockstep: whether its rows advance together, so that a token counts only where every row accepts it.
         steps: most tokens that one of its rows may emit.
         """

@@ -20,6 +20,7 @@ from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
 REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: only costs of passes drift
+RESTED = 32  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -120,10 +121,10 @@ class DrafterState:
     def rests(self, passes: PassCosts) -> int:
         """Passes after this one for which it does not draft, whatever they emit; it plans anew after them."""
         if not self.width:
-            return REPLANNED
+            return RESTED
         if self.requested or not passes.measured:
             return 0
-        rest = min(self.trials.pause(passes.plain), REPLANNED)
+        rest = min(self.trials.pause(passes.plain), RESTED)
         self._age = REPLANNED if rest else self._age
         return rest
 

@@ -54,14 +54,15 @@ class PassCosts:
         self.reading = self.outside = self.aside = 0.0
         self.plain = self.curve(1)
 
-    def measure(self, target: Target, steps: int) -> None:
-        """Before a call in which a row may emit `steps` tokens: measure passes within a small share of its time."""
+    def measure(self, target: Target, steps: int, most: int) -> None:
+        """Before a call in which a row may emit `steps` tokens: measure passes of up to `most` tokens within a small
+        share of its time."""
         if self.target is not target:
             self.target, self._profile = target, latency.of(target)
             self.measured, self._first = self._profile.kept is not None, []
             self.curve = self._profile.kept or self._profile.initial()
             self._batches = {}
-        curve = self._profile.measure(steps, self.curve if self.measured else None)
+        curve = self._profile.measure(steps, self.curve if self.measured else None, most)
         if curve is not None:
             self.curve, self.measured = curve, True
 

@@ -44,7 +44,7 @@ class Cost(Control):
     )
     memory: float = knob(0.9, 0, 1)  # weight that an observation keeps at each later one
     survival: float = knob(0.85, 0, 1)  # prior acceptance rate of a later token, if those before it are accepted
-    slack: float = knob(0.015, 0, 1)  # share of the time that trial drafts, and drafts not verified, may cost
+    slack: float = knob(0.01, 0, 1)  # share of the time that trial drafts, and drafts not verified, may cost
     rate: float = knob(0.1, 0, 1)  # learning rate of the costs of passes
 
     def __post_init__(self) -> None:
@@ -59,12 +59,12 @@ class Cost(Control):
         self._same = False  # whether the last step was decided too, and for the same rows
         self._resting = 0  # passes for which nothing is drafted, and nothing is to be learnt
 
-    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
         if not self._rows:
             self._spent()
         self._changed()
         if drafter.width:
-            self._costs.measure(target, steps)
+            self._costs.measure(target, steps, rows * (1 + drafter.width))
         self._drafters = {key: state for key, state in self._drafters.items() if state.drafter is not None}
         state = self._drafters.get(id(drafter))
         if state is None:

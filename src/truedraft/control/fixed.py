@@ -20,7 +20,7 @@ class Fixed(Control):
     card = Card(paper="none", idea="Always draft and verify as much as the drafter offers.", family="fixed")
     nodes: int = knob(0, 0, 4096)  # nodes drafted per row and pass; 0 for the drafter's own size
 
-    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
         drafter.pass_cost = None
 
     def budget(self, rows: Sequence[Row]) -> list[int]:

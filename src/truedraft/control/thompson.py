@@ -32,7 +32,7 @@ class Thompson(Control):
     def __post_init__(self) -> None:
         self._bandits: dict[int, Bandit] = {}  # by row
 
-    def open(self, target: Target, drafter: Drafter, lockstep: bool, steps: int) -> None:
+    def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
         drafter.pass_cost = None
 
     def start(self, rows: Sequence[Row]) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,8 +23,8 @@ from truedraft.files import write_whole
 from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
 from truedraft.tree import DraftTree, Prompt, Scores
 
-OPENING = 1.0  # assumed cost of allocating a cache and reading its first token, in plain passes
-SHARE = 0.02  # of a call's plain passes, for measuring
+OPENING = 2.0  # assumed cost of a measurement besides its passes, in plain passes
+SHARE = 0.01  # of a call's plain passes, for measuring
 ROUNDS = 8  # most rounds over all widths
 SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # least rounds, however long they take
@@ -65,15 +66,17 @@ class LatencyProfile:
     """The times of one target's passes, measured in rounds over all widths.
 
     kept: the curve that earlier processes stored on disk; None where there is none.
-    complete: whether nothing is left to measure.
+    complete: whether nothing is left to measure, of the widths that the last call of `measure` may need.
     """
 
     def __init__(self, target: Timeable):
         self._target = target
         limit = target.hard_limit or 2 * WIDTHS[-1]
         self._widths = tuple(w for w in WIDTHS if w <= max(limit // 2, 1))
+        self._needed = self._widths
         self._spent = 0.0  # seconds of measuring
         self._opening = OPENING
+        self._keeping = 0.0  # seconds of storing the times on disk
         self._steps = 0  # tokens of calls since the last measurement
         self._path = _path(target)
         self._times = dict.fromkeys(self._widths, Timed()) | stored(self._path, self._widths)
@@ -83,19 +86,23 @@ class LatencyProfile:
         """An estimate before the first pass: the time to read the weights."""
         return Curve.typical(1, self._target.weight_bytes / BANDWIDTH)
 
-    def measure(self, steps: int, curve: Curve | None) -> Curve | None:
+    def measure(self, steps: int, curve: Curve | None, most: int) -> Curve | None:
         """Measure within a share of the time of plain decoding of `steps` tokens, and of the calls since the last
-        measurement: single calls may be too short.
+        measurement: single calls may be too short. A measurement begins once its passes may take as long as the rest
+        of it: allocating a cache, reading its first token, and storing the times.
 
         curve: the current estimate, or None. Returned with this turn's measurements, if there are any.
+        most: tokens of the widest pass of the call; wider ones than are needed for it are not measured.
         """
         measured, started = False, time.perf_counter()
         self._steps += steps
-        if self._next(SHARE * self._steps - self._opening) is None:
+        self._needed = self._widths[: bisect_left(self._widths, most) + 1]
+        share = SHARE * self._steps
+        if share < 2 * self._opening or self._next(share - self._opening) is None:
             return curve
         due, self._steps = self._steps, 0
         try:
-            with self._target.temporary_cache(1, 1 + self._widths[-1]):
+            with self._target.temporary_cache(1, 1 + self._needed[-1]):
                 for width, seconds in self._timed(started, due):
                     least, passes = self._times[width]
                     self._times[width] = Timed(min(seconds, least), passes + 1)
@@ -106,18 +113,20 @@ class LatencyProfile:
             self._spent += time.perf_counter() - started
         if not measured:
             return curve
+        stored = time.perf_counter()
         self._keep()
+        self._keeping = time.perf_counter() - stored
         return self._measured(curve)
 
     @property
     def complete(self) -> bool:
-        least = min(passes for _, passes in self._times.values())
+        least = min(self._times[width].passes for width in self._needed)
         return least >= ROUNDS or (self._spent > SECONDS and least >= ENOUGH)
 
     def _next(self, room: float) -> int | None:
         """The width to measure next, of those that cost at most `room` plain passes; None where there is none."""
         most = 0 if self.complete else ROUNDS
-        due = [w for w, (_, passes) in self._times.items() if passes < most and self._expected(w) <= room]
+        due = [w for w in self._needed if self._times[w].passes < most and self._expected(w) <= room]
         return min(due, key=lambda width: self._times[width].passes, default=None)
 
     def _expected(self, width: int) -> float:
@@ -156,8 +165,8 @@ class LatencyProfile:
         first = time.perf_counter() - started
         while True:
             plain = min(first, self._times[1].seconds)
-            self._opening = first / plain
-            width = self._next(SHARE * steps - (time.perf_counter() - started) / plain)
+            self._opening = (first + self._keeping) / plain
+            width = self._next(SHARE * steps - (time.perf_counter() - started + self._keeping) / plain)
             if width is None:
                 return
             yield width, self._pass(width)
