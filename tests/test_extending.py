@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -190,7 +189,7 @@ def test_chains_outside_the_cache_are_refused() -> None:
     for wrong in ({"beam": 5}, {"rank": 0}, {"children": 17}, {"levels": 3}):
         with pytest.raises(IndexError, match="do not exist"):
             target.extend_trees(
-                [DraftTree.chain(7)], [0], replace(growth, **wrong), [TreeLimits(9, 4, 9, [], target.vocabulary)]
+                [DraftTree.chain(7)], [0], growth._replace(**wrong), [TreeLimits(9, 4, 9, [], target.vocabulary)]
             )
 
 

@@ -112,16 +112,21 @@ class GrowingTree:
             node = self.parent[node]
         return [*self.after, *tokens[::-1]]
 
-    def tree(self, draws: Draws, chosen: Sequence[int] | None = None) -> DraftTree:
-        """The draft, of the nodes `chosen` (parents before children) or of all nodes."""
+    def tree(
+        self, draws: Draws, chosen: Sequence[int] | None = None, confidence: Sequence[float] | None = None
+    ) -> DraftTree:
+        """The draft, of the nodes `chosen` (parents before children) or of all nodes.
+
+        confidence: of these, 1 for the root before them.
+        """
         nodes = [self.root, *(range(self.root + 1, len(self.tokens)) if chosen is None else chosen)]
-        new = {node: i for i, node in enumerate(nodes)}
-        drawn = draws != "certain"
+        new, tokens, parent = {node: i for i, node in enumerate(nodes)}, self.tokens, self.parent
         return DraftTree(
-            tuple(self.tokens[n] for n in nodes),
-            tuple(new.get(self.parent[n], -1) if n > self.root else -1 for n in nodes),
-            tuple(self.laws.get(n) for n in nodes) if drawn else None,
+            tuple([tokens[node] for node in nodes]),
+            (-1, *[new[parent[node]] for node in nodes[1:]]),
+            None if draws == "certain" else tuple(map(self.laws.get, nodes)),
             draws=draws,
+            confidence=None if confidence is None else tuple(confidence),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import itemgetter
 
 from torch import Tensor
@@ -53,7 +52,7 @@ class RankedGrowth(GrowingDrafter):
             growth = self.growth(ready, len(growing))
             if growth is not None and growth.children <= MOST and growth.width <= WIDEST:
                 shapes = [self.given_shape(tree) for tree in ready]
-                seconds = self.reader.grow_greedily(ready, replace(growth, rank=rank), shapes)
+                seconds = self.reader.grow_greedily(ready, growth._replace(rank=rank), shapes)
                 for level, took in enumerate(seconds):
                     self._measure(took, begins=level == 0)
                 if seconds:

@@ -6,8 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from truedraft.views._base import Reduction, Rounded, View
 PROMPT = 512  # most positions of prompts in one call
 
 
-@dataclass(frozen=True, eq=False)
-class GreedyChain:
+class GreedyChain(NamedTuple):
     """A chain of likeliest tokens.
 
     most: of its tokens. ends: tokens that it ends with. least: it ends with a token of lower probability too.
@@ -32,8 +30,7 @@ class GreedyChain:
     columns: Tensor | int
 
 
-@dataclass(frozen=True, eq=False)
-class TreeGrowth:
+class TreeGrowth(NamedTuple):
     """How trees of likeliest tokens grow, level by level, by the probabilities of their paths.
 
     children: of a node, at most. beam: so many paths of a level are added; 0: all. kept: so many nodes of the likeliest
@@ -68,8 +65,7 @@ class TreeGrowth:
     rank: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class TreeLimits:
+class TreeLimits(NamedTuple):
     """Limits of one of these trees.
 
     most: nodes that are added. deepest: levels. budget: nodes of the finished draft. ends: tokens without children.
@@ -84,8 +80,7 @@ class TreeLimits:
     shape: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class GrownTree:
+class GrownTree(NamedTuple):
     """Nodes added below a root, which is node 0.
 
     tokens, parents, scores: of the nodes from 1 on, with the probabilities of their paths. read: the nodes that passes

@@ -100,8 +100,8 @@ class Reader:
                 f"the draft model {name} is {kind}, and the model that it would draft for is {other}: "
                 f"give {other} as the draft model"
             )
-        self._host()
         self.device, self._vocabulary = target.device, target.vocabulary
+        self._host()
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
@@ -111,7 +111,8 @@ class Reader:
                     f"the draft model {type(self.model).__name__} has states, which cannot be taken back to where its "
                     "draft was accepted: give one with attention alone"
                 )
-            self._hosted = made
+            self._hosted, self._context, self._sources = made, made.context, made.longest_source
+        self._width = min(self.vocab_size, self._vocabulary)
 
     def start(self, rows: Sequence[Row], more: int) -> None:
         """Admit new rows, with `more` tokens for drafts beyond the end of a row.
@@ -172,7 +173,7 @@ class Reader:
     def fits(self, row: Row, after: int) -> bool:
         """Whether the row and `after` tokens more fit in the model's context and its cache, and the source in its
         encoder."""
-        context, sources = self.target.context, self.target.longest_source
+        context, sources = self._context, self._sources
         length, (_, room) = self.texts.length(row), self.target.reserved
         return (
             0 < length <= room - self._more
@@ -249,7 +250,7 @@ class Reader:
         """
         slots, texts = self._slots_of(growing), self.texts
         chains: list[GreedyChain | None] = [None] * len(self.slot_rows)
-        columns = texts.columns(min(self.vocab_size, self._vocabulary))
+        columns = texts.columns(self._width)
         for slot, tree in zip(slots, growing, strict=True):
             most = min(tree.room, tree.deepest - tree.depth[tree.root])
             chains[slot] = GreedyChain(most, texts.own_of(tree.row.ends), least, columns)
@@ -276,7 +277,7 @@ class Reader:
         """
         slots, texts = self._slots_of(growing), self.texts
         limits: list[TreeLimits | None] = [None] * len(self.slot_rows)
-        columns = texts.columns(min(self.vocab_size, self._vocabulary))
+        columns = texts.columns(self._width)
         for slot, tree, shape in zip(slots, growing, shapes, strict=True):
             deepest = min(tree.deepest - tree.depth[tree.root], growth.levels)
             limits[slot] = TreeLimits(tree.room, deepest, tree.budget, texts.own_of(tree.row.ends), columns, shape)

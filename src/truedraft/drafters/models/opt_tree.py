@@ -78,9 +78,10 @@ class OptTree(PayingLevels, LikeliestGrowth, NodeBudget):
 
     def finished(self, growing: GrowingTree) -> DraftTree:
         score = growing.score
-        best = sorted(score, key=lambda node: (-score[node], node))[: min(self.nodes, growing.budget)]
-        confidence = (1.0, *(min(score[node] / score.get(growing.parent[node], 1.0), 1.0) for node in best))
-        return self._calibration.proposed(growing.row, growing.tree("certain", best).replaced(confidence=confidence))
+        best = sorted(score, key=score.__getitem__, reverse=True)[: min(self.nodes, growing.budget)]
+        above = growing.parent
+        confidence = [1.0, *[min(score[node] / score.get(above[node], 1.0), 1.0) for node in best]]
+        return self._calibration.proposed(growing.row, growing.tree("certain", best, confidence))
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
