@@ -20,7 +20,7 @@ from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
 REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: only costs of passes drift
-RESTED = 32  # passes at most for which nothing is decided, as long as trials may lose no time
+RESTED = 16  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -96,10 +96,10 @@ class DrafterState:
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
-    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, unchecked: bool) -> int:
+    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, checks: bool) -> int:
         """Nodes to draft below each root of its rows; 0 for no draft.
 
-        total: rows in the pass. unchecked: whether what a pass without drafts costs has to be known first.
+        total: rows in the pass. checks: whether it is made without drafts, to learn what that costs.
         """
         plain, self._resumed = passes(total), not self.requested
         if self.trials.exhausted(plain):
@@ -112,7 +112,7 @@ class DrafterState:
         if self._short >= IN_FULL and self.dear(passes):
             size = self.width
         permitted = self.trials.permits(pays, plain)
-        self.requested = passes.measured and permitted and not unchecked
+        self.requested = passes.measured and permitted and not checks
         if not self.requested:
             return 0
         self._short = self._short + 1 if size < self.width else 0
@@ -122,7 +122,7 @@ class DrafterState:
         """Passes after this one for which it does not draft, whatever they emit; it plans anew after them."""
         if not self.width:
             return RESTED
-        if self.requested or not passes.measured:
+        if self.requested or not (passes.measured and passes.known):
             return 0
         rest = min(self.trials.pause(passes.plain), RESTED)
         self._age = REPLANNED if rest else self._age

@@ -17,10 +17,13 @@ BASE = 64  # stored tokens whose cost a row has beyond those it has stored
 OUTSIDE = 2  # rows whose time outside the pass a step has beyond that of its own
 LEAST = -0.75  # of the curve: bound of what a pass over the current rows takes less than by the curve
 RECENT = 9  # steps without drafts in a median: single ones wait for other work, such as requests that arrive
-CHECKED = 2  # steps without drafts of about as many rows, before any are drafted for,
-SPACED = 16  # and more, with so many steps between them,
-ENOUGH = 5  # until there are so many;
-CHECKING = 0.01  # later as many as cost this share of the time
+FOUND = 2  # steps without drafts of about as many rows, before any are drafted for
+CHECK = 8  # later so many in a row are made, to learn from
+WARM = 5  # those behind so many others: after drafts, the processor's caches are full of what these used
+SPACED = 16  # steps between checks, at least; the first is due after as many
+ENOUGH = 5  # steps learnt from in checks, until when these may cost
+EARLY = 0.04  # so large a share of the time,
+CHECKING = 0.01  # and from when on
 
 
 class PassCosts:
@@ -30,7 +33,8 @@ class PassCosts:
 
     `stored` is the time per token whose keys and values a pass reads, and what the pass differs from a curve that was
     measured when the machine was slower; `outside` that of a step outside its pass. Both are estimated from steps
-    without drafts of about as many rows, which are made from time to time where drafts pay in every step.
+    without drafts of about as many rows. Where drafts pay in every step, some such steps are made from time to time, in
+    a row: next to small models a step right after drafts takes up to a third longer than one among its like.
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
@@ -51,6 +55,7 @@ class PassCosts:
         self._batch = PlainSteps()  # of the current rows
         self._rows, self._read = 1, BASE  # current rows, and what they have stored
         self.carried, self.entered = 0, False
+        self._checking, self._like = False, 0  # whether a check goes on; steps without drafts since other ones
         self.reading = self.outside = self.aside = 0.0
         self.plain = self.curve(1)
 
@@ -83,20 +88,36 @@ class PassCosts:
         self.aside = self.reading + self.outside
         self.plain = of_curve + self.aside
 
-    def unchecked(self, saved: float) -> bool:
-        """Whether the next step should be made without drafts, to know what such a step costs.
+    def checks(self, saved: float) -> bool:
+        """Whether the next step is made without drafts, to learn what such a step costs.
 
         saved: seconds per step that drafts are expected to save.
         """
-        made, since = self._batch.made, self._batch.since
-        few = made < ENOUGH or since * CHECKING * self.plain > saved
-        return made < CHECKED or (since >= SPACED and few and not self.entered)
+        batch = self._batch
+        if batch.made < FOUND:
+            return True
+        if batch.since >= SPACED and not self.entered:
+            share = CHECKING if self.known else EARLY
+            self._checking = not batch.learnt or batch.since * share * self.plain > CHECK * saved
+        return self._checking
 
     def step(self, drafts: bool) -> None:
         """Count the step of the current rows. drafts: whether any were requested for it."""
+        self._like = 0 if drafts or self.entered else self._like + 1
+        self._checking = self._checking and 0 < self._like < CHECK
         if not self.entered:
             self._batch.since = self._batch.since + 1 if drafts else 0
             self._batch.made += not drafts
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps without drafts of about as many rows were learnt from."""
+        return self._batch.learnt >= ENOUGH
+
+    def rest(self) -> None:
+        """Count a step without drafts that nothing is learnt from."""
+        self.entered = False
+        self._like += 1
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
@@ -119,11 +140,12 @@ class PassCosts:
             self.curve = self.curve.learned(width, seconds - self.reading, rate, plain)
         else:
             expected = self.curve(plain)
-            self._batch.add_pass((min(seconds, HICCUP * (expected + self.reading)) - expected) / self._read)
+            seconds = min(seconds, HICCUP * (expected + self.reading))
+            self._batch.add_pass((seconds - expected) / self._read, self._like >= WARM)
 
     def learn_outside(self, seconds: float) -> None:
-        """Update by the seconds of a step without drafts outside its pass."""
-        self._batch.add_outside(seconds / (self._rows + OUTSIDE))
+        """Update by the seconds of the last step outside its pass, which had no drafts."""
+        self._batch.add_outside(seconds / (self._rows + OUTSIDE), self._like > WARM)
 
     def per_node(self, plain: int, rows: int) -> PassCost:
         """Seconds of a step without drafts, over `plain` tokens, and of one more node in each of `rows` of its rows."""
@@ -134,24 +156,39 @@ class PassCosts:
 class PlainSteps:
     """The latest steps without drafts of about as many rows.
 
-    made: number of them so far. since: steps with drafts since then.
-    stored, outside: see `PassCosts`; medians.
+    made: number of them so far. learnt: of those among their like. since: steps with drafts since the last of all.
+    stored, outside: see `PassCosts`; medians, over steps among their like as soon as there are any.
     """
 
     def __init__(self, stored: float = 0.0, outside: float = 0.0) -> None:
         self.stored, self.outside = stored, outside
-        self.made = self.since = 0
-        self._stored: deque[float] = deque(maxlen=RECENT)
-        self._outside: deque[float] = deque(maxlen=RECENT)
+        self.made = self.learnt = self.since = 0
+        self._stored, self._outside = Recent(), Recent()
 
     def begun(self) -> PlainSteps:
         """For batches of another size: as long as there are no steps of it, they are assumed to cost the same."""
         return PlainSteps(self.stored, self.outside)
 
-    def add_pass(self, stored: float) -> None:
-        self._stored.append(stored)
-        self.stored = median(self._stored)
+    def add_pass(self, stored: float, warm: bool) -> None:
+        """warm: whether the step is among its like."""
+        self.learnt += warm
+        self.stored = self._stored.added(stored, warm)
 
-    def add_outside(self, outside: float) -> None:
-        self._outside.append(outside)
-        self.outside = median(self._outside)
+    def add_outside(self, outside: float, warm: bool) -> None:
+        self.outside = self._outside.added(outside, warm)
+
+
+class Recent:
+    """The latest observations of warm steps, or of any as long as there are no warm ones."""
+
+    def __init__(self) -> None:
+        self._values, self._warm = deque[float](maxlen=RECENT), False
+
+    def added(self, value: float, warm: bool) -> float:
+        """The median, with one more."""
+        if warm and not self._warm:
+            self._values.clear()
+            self._warm = True
+        if warm or not self._warm:
+            self._values.append(value)
+        return median(self._values)

@@ -86,6 +86,7 @@ class Cost(Control):
     def budget(self, rows: Sequence[Row]) -> list[int]:
         if self._resting:
             self._resting, self._same = self._resting - 1, False
+            self._costs.rest()
             return [0] * len(rows)
         aside, passed = self._spent()
         batch: dict[int, Drafts] = {}
@@ -103,14 +104,14 @@ class Cost(Control):
         self._costs.begin(len(rows), stored, self._entered)
         self._entered = False
         plain, budget = self._costs.plain, [0] * len(rows)
-        unchecked = self._costs.unchecked(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
+        checks = self._costs.checks(sum([max(drafts.state.trials.saving, 0.0) for drafts in self._batch]))
         for drafts in self._batch:
             if (state := drafts.state).width:
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
                 drafter.pass_cost = self._costs.per_node(len(rows), own)
                 share = own / len(rows)
                 state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
-                size = state.budget(drafts.rows, self._costs, len(rows), unchecked)
+                size = state.budget(drafts.rows, self._costs, len(rows), checks)
                 for place in drafts.places:
                     budget[place] = size
         self._resting = min([drafts.rests(self._costs) for drafts in self._batch])
