@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from truedraft.drafters._growing import GrowingTree
 from truedraft.tree import DraftTree
-from truedraft.tree_shape import ROOT, TreeShape
+from truedraft.tree_shape import ROOT, TreeShape, shape_of
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Branch:
         """
         tree, written = self.tree, len(self.nodes)
         self.add([*(range(tree.root) if self.begins else ()), *tree.frontier[:count]])
-        self.shape = self.shape.grown(self.parent[len(self.shape.parent) :])
+        new = self.parent[len(self.shape.parent) :]
+        self.shape = self.shape.grown(new) if written else shape_of(tuple(self.parent))
         ids = tree.ids
         return DraftTree.of_shape(tuple([ids[node] for node in self.nodes]), self.shape), written
 
