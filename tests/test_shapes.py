@@ -266,12 +266,13 @@ def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:
 
 
 @pytest.mark.parametrize("rates", [PRIOR, (0.9, 0.05, 0.01), (0.3, 0.3, 0.3, 0.2)])
-def test_sizes_of_sequoia_are_the_best_of_all(rates: tuple[float, ...]) -> None:
-    """Against all sizes, over costs of nodes and levels, in plain passes."""
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sizes_of_sequoia_are_the_best_of_all(rates: tuple[float, ...], rows: int) -> None:
+    """Against all sizes, over costs of nodes and levels, in plain passes; rows share these and levels."""
     draft = registry.load("drafters", "sequoia", model=tiny(), nodes=12, length=4)
     found = set()
     for node, level in itertools.product((0.002, 0.01, 0.05, 0.2), (0.01, 0.2, 0.6)):
-        draft.pass_cost, draft._of_level = PassCost(1.0, node), level
+        draft.pass_cost, draft._of_level, draft._together = PassCost(rows, node), rows * level, rows
         goodput = {}
         for deep, count in itertools.product(range(1, 5), range(1, 11)):
             worth = sum(place.chance for place in best_places(rates, 12, deep)[:count])

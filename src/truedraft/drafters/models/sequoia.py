@@ -93,6 +93,7 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
         self._begin()
 
     def _begin(self) -> None:
+        self._together = 1  # rows in a pass, which share its seconds
         self._ranks: dict[str, Tenants[Ranks]] = {}  # by what rows prefer to be drafted
 
     @property
@@ -110,6 +111,10 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
         shape: Shape = growing.state
         return shape
 
+    def _grown(self, growing: Sequence[GrowingTree]) -> list[DraftTree]:
+        self._together = len(growing)
+        return super()._grown(growing)
+
     def size(self, rates: tuple[float, ...], nodes: int, levels: int) -> tuple[int, int]:
         """The nodes and levels of most tokens per second, up to so many; all where passes have no known cost."""
         if self.pass_cost is None:
@@ -117,7 +122,7 @@ class Sequoia(OfShape, TimedLevels, NodeBudget):
         plain, node = self.pass_cost
         goodput, size = 0.0, (1, 1)
         for deep in range(1, levels + 1):
-            tokens, seconds = 1.0, plain + deep * self._of_level
+            tokens, seconds = 1.0, (plain + deep * self._of_level) / self._together
             for count, place in enumerate(best_places(rates, self.nodes, deep)[:nodes], 1):
                 tokens, seconds = tokens + place.chance, seconds + node
                 if tokens > goodput * seconds:
