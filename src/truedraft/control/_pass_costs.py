@@ -17,9 +17,9 @@ BASE = 64  # stored tokens whose cost a row has beyond those it has stored
 OUTSIDE = 2  # rows whose time outside the pass a step has beyond that of its own
 LEAST = -0.75  # of the curve: bound of what a pass over the current rows takes less than by the curve
 RECENT = 9  # steps without drafts in a median: single ones wait for other work, such as requests that arrive
-FOUND = 2  # steps without drafts of about as many rows, before any are drafted for
+BEFORE = 2  # steps without drafts of about as many rows, before any are drafted for
 CHECK = 8  # later so many in a row are made, to learn from
-WARM = 5  # those behind so many others: after drafts, the processor's caches are full of what these used
+WARM = 5  # from those behind so many others: after drafts, the processor's caches are full of what these used
 SPACED = 16  # steps between checks, at least; the first is due after as many
 ENOUGH = 5  # steps learnt from in checks, until when these may cost
 EARLY = 0.04  # so large a share of the time,
@@ -34,7 +34,7 @@ class PassCosts:
     `stored` is the time per token whose keys and values a pass reads, and what the pass differs from a curve that was
     measured when the machine was slower; `outside` that of a step outside its pass. Both are estimated from steps
     without drafts of about as many rows. Where drafts pay in every step, some such steps are made from time to time, in
-    a row: next to small models a step right after drafts takes up to a third longer than one among its like.
+    a row: of small models, a step right after drafts takes up to a third longer than one behind others without drafts.
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
@@ -55,7 +55,7 @@ class PassCosts:
         self._batch = PlainSteps()  # of the current rows
         self._rows, self._read = 1, BASE  # current rows, and what they have stored
         self.carried, self.entered = 0, False
-        self._checking, self._like = False, 0  # whether a check goes on; steps without drafts since other ones
+        self._checking, self._run = False, 0  # whether a check goes on; steps without drafts, in a row
         self.reading = self.outside = self.aside = 0.0
         self.plain = self.curve(1)
 
@@ -94,7 +94,7 @@ class PassCosts:
         saved: seconds per step that drafts are expected to save.
         """
         batch = self._batch
-        if batch.made < FOUND:
+        if batch.made < BEFORE:
             return True
         if batch.since >= SPACED and not self.entered:
             share = CHECKING if self.known else EARLY
@@ -103,8 +103,8 @@ class PassCosts:
 
     def step(self, drafts: bool) -> None:
         """Count the step of the current rows. drafts: whether any were requested for it."""
-        self._like = 0 if drafts or self.entered else self._like + 1
-        self._checking = self._checking and 0 < self._like < CHECK
+        self._run = 0 if drafts or self.entered else self._run + 1
+        self._checking = self._checking and 0 < self._run < CHECK
         if not self.entered:
             self._batch.since = self._batch.since + 1 if drafts else 0
             self._batch.made += not drafts
@@ -117,7 +117,7 @@ class PassCosts:
     def rest(self) -> None:
         """Count a step without drafts that nothing is learnt from."""
         self.entered = False
-        self._like += 1
+        self._run += 1
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
@@ -141,11 +141,11 @@ class PassCosts:
         else:
             expected = self.curve(plain)
             seconds = min(seconds, HICCUP * (expected + self.reading))
-            self._batch.add_pass((seconds - expected) / self._read, self._like >= WARM)
+            self._batch.add_pass((seconds - expected) / self._read, self._run >= WARM)
 
     def learn_outside(self, seconds: float) -> None:
         """Update by the seconds of the last step outside its pass, which had no drafts."""
-        self._batch.add_outside(seconds / (self._rows + OUTSIDE), self._like > WARM)
+        self._batch.add_outside(seconds / (self._rows + OUTSIDE), self._run > WARM)
 
     def per_node(self, plain: int, rows: int) -> PassCost:
         """Seconds of a step without drafts, over `plain` tokens, and of one more node in each of `rows` of its rows."""
@@ -156,8 +156,8 @@ class PassCosts:
 class PlainSteps:
     """The latest steps without drafts of about as many rows.
 
-    made: number of them so far. learnt: of those among their like. since: steps with drafts since the last of all.
-    stored, outside: see `PassCosts`; medians, over steps among their like as soon as there are any.
+    made: number of them so far. learnt: of those behind `WARM` others. since: steps with drafts since the last of all.
+    stored, outside: see `PassCosts`; medians, of steps behind `WARM` others as soon as there are any.
     """
 
     def __init__(self, stored: float = 0.0, outside: float = 0.0) -> None:
@@ -170,7 +170,7 @@ class PlainSteps:
         return PlainSteps(self.stored, self.outside)
 
     def add_pass(self, stored: float, warm: bool) -> None:
-        """warm: whether the step is among its like."""
+        """warm: whether the step was behind `WARM` others."""
         self.learnt += warm
         self.stored = self._stored.added(stored, warm)
 

@@ -113,9 +113,9 @@ class LatencyProfile:
             self._spent += time.perf_counter() - started
         if not measured:
             return curve
-        stored = time.perf_counter()
+        before = time.perf_counter()
         self._keep()
-        self._keeping = time.perf_counter() - stored
+        self._keeping = time.perf_counter() - before
         return self._measured(curve)
 
     @property
