@@ -174,6 +174,20 @@ def test_trees_grown_in_one_call_have_the_likeliest_paths(kind: str) -> None:
     assert only is not None and only[0][0] is None and only[0][1] is not None and len(only[0][1].tokens) == 7
 
 
+def test_places_are_filled_with_possible_tokens_alone() -> None:
+    """Fewer than a node may have children; what rounding leaves of their probabilities fills no place."""
+    model = tiny(dtype=torch.float32)
+    target = hosted(model)
+    target.reserve(1, 64)
+    target.prefill([target.prompt(torch.tensor(PROMPTS[0]))])
+    growth = TreeGrowth(children=9, width=4, levels=3, places=True, rank=ranking())
+    limits = [TreeLimits(60, 3, 60, [], columns := torch.tensor([5, 11, 30]))]
+    made = target.extend_trees([DraftTree.chain(7)], [0], growth, limits)
+    assert made is not None and (grown := made[0][0]) is not None
+    assert len(grown.tokens) > 9 and set(grown.tokens) <= set(columns.tolist())
+    assert len(set(zip(grown.parents, grown.tokens, strict=True))) == len(grown.tokens)
+
+
 def test_chains_outside_the_cache_are_refused() -> None:
     model = tiny(dtype=torch.float32)
     target = hosted(model)

@@ -86,14 +86,15 @@ def test_trees_grown_in_one_call_are_those_grown_level_by_level(
         calls.append(grow(self, *given))
         return calls[-1]
 
-    def found() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]]:
+    def found() -> list[Any]:
         draft: Any = registry.load("drafters", name, model=sibling(model))
-        propose = draft.propose
+        propose, finished, read = draft.propose, draft.finished, list[tuple[int, set[int]]]()
+        draft.finished = lambda tree: (read.append((tree.passes, tree.expanded)), finished(tree))[1]
         draft.propose = lambda rows, most: propose(rows, [24 - 9 * row.index for row in rows])
         draft._of_level = 1e-4
         draft._measure = lambda seconds, begins: None
         trees = trees_of(draft, model, 20, rows=3, pass_cost=cost, eos_token_id=list(range(0, 40, 3)))
-        return [(tree.tokens, tree.parent, tree.confidence) for _, tree in trees]
+        return [(tree.tokens, tree.parent, tree.confidence) for _, tree in trees] + read
 
     monkeypatch.setattr(Reader, "grow_greedily", counted)
     together = found()
@@ -150,7 +151,11 @@ def test_levels_have_the_likeliest_paths(name: str) -> None:
         level = dict(sorted(longer.items(), key=lambda one: -one[1])[:5])
         found |= level
     best = sorted(found, key=lambda path: -found[path])[: 11 if name == "opt-tree" else None]
-    assert {tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(1, len(tree))} == set(best)
+    paths = [tuple(tree.tokens[i] for i in tree.path(node)[1:]) for node in range(len(tree))]
+    assert set(paths[1:]) == set(best)
+    if name == "opt-tree":  # nothing is known that would calibrate them
+        chances = [found[path] / found.get(path[:-1], 1.0) for path in paths[1:]]
+        assert tree.confidence == pytest.approx((1.0, *chances), rel=1e-4)
 
 
 def test_specexec_drafts_the_best_nodes_of_all() -> None:
@@ -253,6 +258,11 @@ def test_rates_of_sequoia_follow_what_is_accepted() -> None:
     rates = ranks.rates()
     assert rates[0] == pytest.approx(0.5, abs=0.05) and rates[1] == pytest.approx(1 / 3, abs=0.05)
     assert rates[2:] == pytest.approx(PRIOR[2:], abs=0.011) and min(rates) > 0
+    ranks.observe(2, 0)
+    assert ranks.rates() is rates, "they are kept until one differs"
+    for _ in range(100):
+        ranks.observe(2, 1)
+    assert ranks.rates()[0] < 0.1
 
 
 def test_sequoia_takes_the_shape_of_most_tokens_per_second() -> None:
