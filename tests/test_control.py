@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,47 @@ def test_nothing_is_decided_while_nothing_may_be_drafted() -> None:
     assert 4 <= requested <= 8 and 100 <= decided <= 130
     control.start([other := row_of(drafter)])
     assert control.budget([row, other]) == [0, 0] and len(control._batch) == 1, "another row ends the pause"
+
+
+def test_what_steps_cost_without_drafts_is_known_soon() -> None:
+    """Drafts that never pay stop at once; then nothing rests before enough steps were learnt from."""
+    drafter = ExpensiveDrafter()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control._costs._batches.clear()
+    control.start([row])
+    for _ in range(20):
+        (size,) = control.budget([row])
+        spend(control, draft=3.0 * (size > 0))
+        control.prune([row], [DraftTree.chain(row.tokens[-1], [9] if size else [])])
+        spend(control, target=1.2)
+        row.tokens += [2]
+        control.observe([row], [], [])
+    control.budget([row])
+    assert control._costs.known and control._costs.plain == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_pass_costs_what_its_rows_have_stored(faster: bool) -> None:
+    """Rows of 100 to 1,500 tokens, of which each costs a thousandth of a pass, on a machine that is slower than when
+    the curve was measured, or faster; and one of 100,000, for which no more is assumed than for twice the longest."""
+    plain, drafter, rng = 0.6 if faster else 1.7, ExpensiveDrafter(), random.Random(0)
+    control = opened(drafter, Curve((1, 16), (1.0, 1.5)))
+    control._costs._batches.clear()
+    for _ in range(12):
+        row = row_of(drafter)
+        row.tokens += [2] * rng.randint(100, 1500)
+        control.start([row])
+        for _ in range(40):
+            control.budget([row])
+            control.prune([row], [DraftTree.chain(row.tokens[-1])])
+            spend(control, target=plain + len(row.tokens) / 1000 + 5 * (rng.random() < 0.1))
+            row.tokens += [2]
+            control.observe([row], [], [])
+        control.end(row)
+    longest = max(control._costs._batch._passes.values)[0]
+    for stored, read in ((100, 100), (900, 900), (100_000, 2 * longest)):
+        control._costs.begin(1, stored, False)
+        assert control._costs.plain == pytest.approx(plain + read / 1000, rel=0.03)
 
 
 def test_a_flat_curve_verifies_everything(control: Cost) -> None:
@@ -656,7 +698,7 @@ def test_a_pass_without_drafts_is_made_to_learn_what_it_costs(control: Cost) -> 
         spend(control, target=(1.0 if turn < 200 else 2.5) if sizes[-1] == 0 else 3.0)
         row.tokens += [2] * min(1 + sizes[-1], 2)
         control.observe([row], [], [])
-    assert sum(size > 0 for size in sizes[:200]) < 20 and sum(size > 0 for size in sizes[-100:]) > 80
+    assert sum(size > 0 for size in sizes[:200]) < 30 and sum(size > 0 for size in sizes[-100:]) > 80
 
 
 def test_the_first_step_of_rows_does_not_count_as_what_a_step_costs() -> None:
@@ -682,9 +724,12 @@ def test_the_first_step_of_rows_does_not_count_as_what_a_step_costs() -> None:
     assert control._costs.plain == pytest.approx(1.0, rel=0.1)
 
 
+@pytest.mark.parametrize("outside", [0.0, 0.5])
 @pytest.mark.parametrize("verified, pays", [(2.5, False), (1.7, True)])
-def test_steps_right_after_drafts_do_not_count_as_what_a_step_costs(verified: float, pays: bool) -> None:
-    """They take up to 1.4 of a plain one, beside which two tokens in 2.5 would seem to pay."""
+def test_steps_right_after_drafts_do_not_count_as_what_a_step_costs(
+    verified: float, pays: bool, outside: float
+) -> None:
+    """They take up to 1.4 of a plain one, beside which two tokens in 2.5 would seem to pay; in passes or outside."""
     control = opened(DRAFTER, Curve((1, 16), (1.0, verified)))
     control._costs._batches.clear()
     row, sizes, warm = row_of(), [], 9
@@ -694,7 +739,9 @@ def test_steps_right_after_drafts_do_not_count_as_what_a_step_costs(verified: fl
         tree = DraftTree.chain(row.tokens[-1], [2, 9][:most])
         sizes.append(len(control.prune([row], [tree])[0]) - 1)
         warm = 0 if sizes[-1] else warm + 1
-        spend(control, target=verified if sizes[-1] else 1 + max(0.5 - 0.1 * warm, 0))
+        more = 0 if sizes[-1] else max(0.5 - 0.1 * warm, 0)
+        whole = (verified if sizes[-1] else 1) + more
+        spend(control, target=whole - outside - (more if outside else 0), all=whole)
         row.tokens += [2] * min(1 + sizes[-1], 2)
         control.observe([row], [], [])
     first, last = (sum(size > 0 for size in some) for some in (sizes[:250], sizes[-1000:]))

@@ -158,8 +158,7 @@ def test_only_widths_that_a_call_may_need_are_measured(folder: Path, quick: None
 
 
 def test_storing_the_times_counts_as_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow disk leaves less time for passes, which take as long as the rest of it at least; in all, measuring takes its
-    share."""
+    """A slow disk leaves less time for passes; measuring takes its share in all, and passes half of that."""
     target = DecoderTarget(tiny("qwen2"))
     clock, stored = Clock(target, monkeypatch), []
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import combinations
 from statistics import median
+from typing import Generic, TypeVar
 
 from truedraft.drafters._base import PassCost
 from truedraft.runtime import latency
@@ -13,7 +15,7 @@ from truedraft.targets._base import Target
 
 FEW = 8  # nodes per row over which the cost of one node is averaged
 FIRST = 2  # passes without drafts before costs are estimated: the very first often waits for memory
-BASE = 64  # stored tokens whose cost a row has beyond those it has stored
+NEAR = 64  # stored tokens by which two passes differ at least that show what these cost
 OUTSIDE = 2  # rows whose time outside the pass a step has beyond that of its own
 LEAST = -0.75  # of the curve: bound of what a pass over the current rows takes less than by the curve
 RECENT = 9  # steps without drafts in a median: single ones wait for other work, such as requests that arrive
@@ -25,16 +27,19 @@ ENOUGH = 5  # steps learnt from in checks, until when these may cost
 EARLY = 0.04  # so large a share of the time,
 CHECKING = 0.01  # and from when on
 
+T = TypeVar("T")
+
 
 class PassCosts:
     """Seconds of a step: a pass over the tokens of all rows, and the engine's own time without drafts.
 
-        seconds(tokens) = curve(tokens) + stored * (tokens stored + BASE * rows) + outside * (rows + OUTSIDE)
+        seconds(tokens) = curve(tokens) + reading + outside * (rows + OUTSIDE)
 
-    `stored` is the time per token whose keys and values a pass reads, and what the pass differs from a curve that was
-    measured when the machine was slower; `outside` that of a step outside its pass. Both are estimated from steps
-    without drafts of about as many rows. Where drafts pay in every step, some such steps are made from time to time, in
-    a row: of small models, a step right after drafts takes up to a third longer than one behind others without drafts.
+    `reading` is what a pass over the current rows takes beyond the curve: it reads the keys and values that they have
+    stored, and the machine may be slower than when the curve was measured, or faster. `outside` is the time of a step
+    outside its pass. Both are estimated from steps without drafts of about as many rows. Where drafts pay in every
+    step, some such steps are made from time to time, in a row: of small models, a step right after drafts takes up to a
+    third longer than one behind others without drafts.
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
@@ -42,7 +47,7 @@ class PassCosts:
         the caches, so nothing is learnt from it.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
     carried: tokens that the next pass reads besides those of its trees; see `Target.carried`.
-    reading, outside: what the second and the third term come to for the current rows, in seconds; `aside` is their sum.
+    reading, outside: the second and the third term for the current rows, in seconds; `aside` is their sum.
     plain: seconds of a step of the current rows without drafts, if no earlier ones had left tokens to be read again.
     """
 
@@ -53,7 +58,7 @@ class PassCosts:
         self._first: list[tuple[float, int]] = []  # seconds and tokens of the first passes, until `measured`
         self._batches: dict[int, PlainSteps] = {}  # by the size of the batch
         self._batch = PlainSteps()  # of the current rows
-        self._rows, self._read = 1, BASE  # current rows, and what they have stored
+        self._rows, self._read = 1, 0  # current rows, and the tokens that they have stored
         self.carried, self.entered = 0, False
         self._checking, self._run = False, 0  # whether a check goes on; steps without drafts, in a row
         self.reading = self.outside = self.aside = 0.0
@@ -74,7 +79,7 @@ class PassCosts:
     def begin(self, rows: int, stored: int, entered: bool) -> None:
         """Set the rows of the next pass, the number of tokens that they have stored, and whether rows have entered or
         left since the last one."""
-        self._rows, self._read, self.entered = rows, stored + BASE * rows, entered
+        self._rows, self._read, self.entered = rows, stored, entered
         self.carried = 0 if self.target is None else self.target.carried
         size = round(2 * math.log2(rows))  # equal for numbers of rows that differ by less than about a fifth
         batch = self._batches.get(size)
@@ -83,7 +88,7 @@ class PassCosts:
             batch = self._batches[size] = PlainSteps() if like is None else self._batches[like].begun()
         self._batch = batch
         of_curve = self.curve(rows)
-        self.reading = max(batch.stored * self._read, LEAST * of_curve)
+        self.reading = batch.excess_over(of_curve, stored)
         self.outside = batch.outside * (rows + OUTSIDE)
         self.aside = self.reading + self.outside
         self.plain = of_curve + self.aside
@@ -140,8 +145,7 @@ class PassCosts:
             self.curve = self.curve.learned(width, seconds - self.reading, rate, plain)
         else:
             expected = self.curve(plain)
-            seconds = min(seconds, HICCUP * (expected + self.reading))
-            self._batch.add_pass((seconds - expected) / self._read, self._run >= WARM)
+            self._batch.add_pass(self._read, min(seconds, HICCUP * (expected + self.reading)), self._run >= WARM)
 
     def learn_outside(self, seconds: float) -> None:
         """Update by the seconds of the last step outside its pass, which had no drafts."""
@@ -154,41 +158,58 @@ class PassCosts:
 
 
 class PlainSteps:
-    """The latest steps without drafts of about as many rows.
+    """The latest steps without drafts of about as many rows, those behind `WARM` others as soon as there are any.
 
-    made: number of them so far. learnt: of those behind `WARM` others. since: steps with drafts since the last of all.
-    stored, outside: see `PassCosts`; medians, of steps behind `WARM` others as soon as there are any.
+    made: number of steps so far. learnt: of those behind `WARM` others. since: steps with drafts since the last of all.
+    excess: seconds of a pass beyond the curve, as last estimated. outside: see `PassCosts`; the median.
     """
 
-    def __init__(self, stored: float = 0.0, outside: float = 0.0) -> None:
-        self.stored, self.outside = stored, outside
+    def __init__(self, excess: float = 0.0, outside: float = 0.0) -> None:
+        self.excess, self.outside = excess, outside
         self.made = self.learnt = self.since = 0
-        self._stored, self._outside = Recent(), Recent()
+        self._passes, self._outside = Recent[tuple[int, float]](), Recent[float]()
+        self._least, self._slope = 0.0, 0.0  # seconds of a pass over nothing stored, and of each stored token
 
     def begun(self) -> PlainSteps:
         """For batches of another size: as long as there are no steps of it, they are assumed to cost the same."""
-        return PlainSteps(self.stored, self.outside)
+        return PlainSteps(self.excess, self.outside)
 
-    def add_pass(self, stored: float, warm: bool) -> None:
-        """warm: whether the step was behind `WARM` others."""
+    def excess_over(self, of_curve: float, stored: int) -> float:
+        """Seconds of a pass beyond those by the curve. stored: tokens whose keys and values it reads."""
+        if passes := self._passes.values:
+            known = min(stored, 2 * max(passes)[0])  # farther from what was observed, the slope says little
+            self.excess = max(self._least + self._slope * known - of_curve, LEAST * of_curve)
+        return self.excess
+
+    def add_pass(self, stored: int, seconds: float, warm: bool) -> None:
+        """Fit a line to the seconds of passes by what they read, by medians (Theil 1950, Sen 1968).
+
+        warm: whether the step was behind `WARM` others.
+        """
         self.learnt += warm
-        self.stored = self._stored.added(stored, warm)
+        if self._passes.add((stored, seconds), warm):
+            passes = self._passes.values
+            slopes = [(t - s) / (n - m) for (m, s), (n, t) in combinations(passes, 2) if abs(n - m) >= NEAR]
+            self._slope = max(median(slopes), 0.0) if slopes else 0.0
+            self._least = median([s - self._slope * n for n, s in passes])
 
     def add_outside(self, outside: float, warm: bool) -> None:
-        self.outside = self._outside.added(outside, warm)
+        """See `add_pass`."""
+        if self._outside.add(outside, warm):
+            self.outside = median(self._outside.values)
 
 
-class Recent:
+class Recent(Generic[T]):
     """The latest observations of warm steps, or of any as long as there are no warm ones."""
 
     def __init__(self) -> None:
-        self._values, self._warm = deque[float](maxlen=RECENT), False
+        self.values, self._warm = deque[T](maxlen=RECENT), False
 
-    def added(self, value: float, warm: bool) -> float:
-        """The median, with one more."""
+    def add(self, value: T, warm: bool) -> bool:
+        """Whether it counts."""
         if warm and not self._warm:
-            self._values.clear()
+            self.values.clear()
             self._warm = True
-        if warm or not self._warm:
-            self._values.append(value)
-        return median(self._values)
+        if counts := warm or not self._warm:
+            self.values.append(value)
+        return counts
