@@ -268,6 +268,10 @@ def test_precedence_in_the_string_form() -> None:
     [
         ("suffix+", "no drafter on one side"),
         ("suffix+suffiks", "did you mean 'suffix'"),
+        (
+            "suffix+models/small",
+            "no drafter 'models/small': give a draft model as draft='draft-model:model=models/small'",
+        ),
         ("suffix>draft-model", "cannot continue another's draft"),
     ],
 )

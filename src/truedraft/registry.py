@@ -143,6 +143,8 @@ def _unknown(kind: str, name: str) -> Refused:
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(available)}."
     if kind in ("accept", "canvas.policies") and name in names(f"{kind}.lossy"):
         hint = f"it is lossy: choose it with rule='lossy/{name}'"
+    if kind == "drafters" and "/" in name:
+        hint = f"give a draft model as draft='draft-model:model={name}', a trained head as draft='eagle3:model={name}'"
     return Refused(f"there is no {KINDS[kind].noun} {name!r}: {hint} (`truedraft methods` lists all)")
 
 
