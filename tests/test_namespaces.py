@@ -32,6 +32,7 @@ from truedraft.tree import Row
 
 Seen = list[tuple[Any, ...]]
 STEPS, SECRET = 11, 12  # tokens of an output, and of a secret prompt
+LONGER = 16  # of an output, for presets with longer drafts
 LENGTH = 1024  # of an engine with room for the widest drafts
 REMEMBERING = {  # methods that draft from what earlier rows emitted, or from what the target computed of them
     "suffix", "lookahead-pia", "token-recycling", "aded", "codeswift", "max-gram", "cs-drafting",
@@ -63,8 +64,8 @@ def asked(
     """A request whose document, for drafters that copy from documents, is of no other request."""
     given = [document] if document and engine._drafter.takes_references else None
     return engine.add_request(
-        torch.tensor(prompt), namespace=namespace, max_new_tokens=STEPS, pad_token_id=0, references=given,
-        **{"do_sample": False, **how},
+        torch.tensor(prompt), namespace=namespace, pad_token_id=0, references=given,
+        **{"do_sample": False, "max_new_tokens": STEPS, **how},
     )  # fmt: skip
 
 
@@ -96,16 +97,17 @@ def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     with compared_once():
         fast = truedraft.accelerate(host, draft=draft, control="fixed")
     mine, text, known = recorded(draft, "b"), secret(which), secret("x")
+    steps = {"max_new_tokens": LONGER if name in PRESETS else STEPS}
     with compared_once(), fast.engine(max_rows=3, max_tokens=LENGTH) as engine:
-        finish(engine, asked(engine, other, text, text[::-1]))
+        finish(engine, asked(engine, other, text, text[::-1], **steps))
         others = len(mine)  # none, unless both are one tenant
-        probes = [asked(engine, "b", known, known)]
+        probes = [asked(engine, "b", known, known, **steps)]
         finish(engine, probes[0])
         drafts = mine[others:]
-        beside = asked(engine, other, text[3:] + text[:3], text)
-        probes.append(asked(engine, "b", known[: SECRET // 2], known[:4], do_sample=True, top_k=0, seed=4))
+        beside = asked(engine, other, text[3:] + text[:3], text, **steps)
+        probes.append(asked(engine, "b", known[: SECRET // 2], known[:4], do_sample=True, top_k=0, seed=4, **steps))
         finish(engine, probes[1])
-        probes.append(asked(engine, "b", known[2:9], known))
+        probes.append(asked(engine, "b", known[2:9], known, **steps))
         finish(engine, beside, *probes[2:])
     drafts = mine if other != "b" else drafts
     return [(probe.tokens, *probe.report().passes) for probe in probes], drafts

@@ -95,6 +95,7 @@ IMPOSSIBLE: dict[str, set[str]] = {  # the reason of a refusal, and the architec
     "some read the keys and values of others": SHARING,
     "its attention depends on the places of keys": BY_PLACE,
     "it keeps latents, and no keys": LATENT,
+    "all layers attend to windows": {"gemma3_text"},
     "need the compiled pass": {"deepseek_v32", "glm_moe_dsa"} | BY_LENGTH,  # which has no indexers or such rotations
     "they do not simply follow each other": {"glm_moe_dsa"},  # layers read the choice of those before them
     "has experts": {name for name, config in ARCHITECTURES.items() if any("expert" in key for key in config)},
