@@ -12,8 +12,8 @@ import torch
 
 import nets
 import truedraft
-from models import ragged, sibling, tiny
-from truedraft import Drafter, registry
+from models import V, ragged, sibling, tiny
+from truedraft import Drafter, parts, registry
 from truedraft.drafters.models import _reader, _vocabularies
 from truedraft.drafters.models._reader import Reader
 
@@ -116,6 +116,23 @@ def test_padding_at_the_end_of_a_vocabulary_may_differ(monkeypatch: pytest.Monke
     logits = torch.arange(6.0)[None]
     assert _vocabularies.sized(logits, 4).tolist() == [[0.0, 1.0, 2.0, 3.0]]
     assert _vocabularies.sized(logits, 7)[0, 6] == -torch.inf
+
+
+@pytest.mark.parametrize("name", ["draft-model", "opt-tree", "dyspec"])
+def test_padding_of_a_draft_models_vocabulary_is_never_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is often the likeliest token; the tokenizers, which would be compared, are taken to be equal."""
+    monkeypatch.setattr(parts, "check_vocabulary", lambda *_: None)
+    model, inputs = tiny(dtype=torch.float32), ragged(tiny(), 3)
+    small = copy.deepcopy(sibling(model))
+    small.resize_token_embeddings(V + 3, mean_resizing=False)
+    with torch.no_grad():
+        rows = small.get_output_embeddings().weight
+        rows[V:] = 10 * torch.stack([rows[5], -rows[5], rows[9]])
+        beyond = small(**inputs).logits[:, -1].argmax(-1) >= V
+    fast = truedraft.accelerate(model, draft=registry.load("drafters", name, model=small), control="fixed")
+    out = fast.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert beyond.any() and torch.equal(out, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    assert fast.report().mean_acceptance_length > 1.2
 
 
 def readers_of(draft: Drafter) -> list[Reader]:
