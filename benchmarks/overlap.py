@@ -52,11 +52,11 @@ class Way:
     exact: bool = True
     counts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
-    def run(self, ids: torch.Tensor, tokens: int, sampled: bool) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
         torch.set_num_threads(self.threads)
         torch.manual_seed(len(self.seconds))
         before, start = self._drafts(), time.perf_counter()
-        out: torch.Tensor = self.fast.generate(ids, max_new_tokens=tokens, do_sample=sampled, top_k=0)
+        out: torch.Tensor = self.fast.generate(ids, **settings)
         seconds = time.perf_counter() - start
         report, after = self.fast.report(), self._drafts()
         self.seconds.append(seconds / report.tokens)
@@ -103,12 +103,15 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row by way."""
     ways = ways_of(model, tokenizer, names[1], length, cores, controls, rule)
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False}
+    if rule is not None:
+        settings |= {"do_sample": True, "top_k": 0}
     prompts = beginnings(tokenizer, 3)
+    plain = [model.generate(ids, **settings) if rule is None else None for ids in prompts]
     for _ in range(rounds):
-        for ids in prompts:
-            expected = None if rule else model.generate(ids, max_new_tokens=tokens, do_sample=False)
+        for ids, expected in zip(prompts, plain, strict=True):
             for way in ways.values():
-                out = way.run(ids, tokens, sampled=rule is not None)
+                out = way.run(ids, **settings)
                 way.exact &= expected is None or torch.equal(out, expected)
     rows, base = [], ways[f"draft-model, {cores}, {controls[0]}"]
     for name, way in ways.items():

@@ -96,6 +96,5 @@ class ConfidenceTree(PayingLevels):
         if self.is_drawn(growing.row):
             return growing.tree("one")
         best = sorted(growing.score, key=lambda node: (-growing.score[node], node))[: min(self.nodes, growing.budget)]
-        tree = growing.tree("certain", best)
-        tree = tree.replaced(confidence=(1.0, *(growing.chance[node] for node in best)))
-        return self._calibration.proposed(growing.row, tree)
+        confidence = [1.0, *[growing.chance[node] for node in best]]
+        return self._calibration.proposed(growing.row, growing.tree("certain", best, confidence))

@@ -36,8 +36,8 @@ class Branch:
         """
         tree, written = self.tree, len(self.nodes)
         self.add([*(range(tree.root) if self.begins else ()), *tree.frontier[:count]])
-        new = self.parent[len(self.shape.parent) :]
-        self.shape = self.shape.grown(new) if written else shape_of(tuple(self.parent))
+        parent, shape = self.parent, self.shape
+        self.shape = shape.grown(parent[len(shape.parent) :]) if written else shape_of(tuple(parent))
         ids = tree.ids
         return DraftTree.of_shape(tuple([ids[node] for node in self.nodes]), self.shape), written
 
