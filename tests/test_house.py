@@ -147,7 +147,7 @@ def test_imports_follow_the_table_and_files_are_short(file: Path) -> None:
         assert imports(file) <= ALLOWED[room] | ({"drafters"} if room == "control" else set())
     else:
         imports(file)
-    assert len(file.read_text().splitlines()) <= 400
+    assert len(file.read_text().splitlines()) <= 700
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef):
             lines = (node.end_lineno or 0) - node.body[0].lineno + 1  # the signature of a command is its options
