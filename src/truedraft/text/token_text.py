@@ -1,0 +1,162 @@
+"""The text of single tokens, as bytes: what each token contributes to the text that it stands in.
+
+A token may be a part of a word, whose space in front a tokenizer drops at the start of a text, or a part of a
+character, which no text shows. So the text of a token is taken in the middle of a text, as bytes; the bytes of the
+tokens of a text, concatenated, are its UTF-8.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the piece of one byte, in tokenizers with byte fallback
+PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # bytes that byte-level pieces show as such
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
+}
+SAMPLES, LENGTH = (
+    40,
+    12,
+)  # texts of random tokens on which concatenated bytes are compared with the tokenizer's decoding
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, TokenText] = WeakKeyDictionary()
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase) -> TokenText:
+    """The texts of a tokenizer's tokens; made once for each tokenizer, and again after tokens were added to it."""
+    found = _known.get(tokenizer)
+    if found is None or found.size != len(tokenizer):
+        found = _known[tokenizer] = TokenText(tokenizer)
+    return found
+
+
+class TokenText:
+    """The bytes of each token of a tokenizer, in the middle of a text.
+
+    Args:
+        tokenizer: of any kind: byte-level, with byte fallback, of words and pieces, or of characters.
+
+    Attributes:
+        size: tokens of the tokenizer.
+        special: ids of the special tokens, which `skip_special_tokens` leaves out of texts.
+        added: the text of each added token, special or not, by its id.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.size = len(tokenizer)
+        self.added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+        self.special = frozenset(tokenizer.all_special_ids) | {
+            id for id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = backend is not None and '"ByteLevel"' in _decoder(backend)
+
+    def bytes(self, token: int) -> bytes:
+        """What a token contributes to a text that it stands in the middle of; empty for ids without a token."""
+        if token not in self._bytes:
+            self._bytes[token] = self._read([token])[0]
+        return self._bytes[token]
+
+    def vocabulary(self, size: int) -> list[bytes]:
+        """The bytes of the tokens from 0 to `size`, without that."""
+        missing = [token for token in range(size) if token not in self._bytes]
+        self._bytes |= zip(missing, self._read(missing), strict=True)
+        return [self._bytes[token] for token in range(size)]
+
+    def text(self, tokens: Sequence[int], skip_special_tokens: bool = False, begins: bool = False) -> str:
+        """The text of tokens, by their bytes; bytes that are no whole character are replaced.
+
+        begins: whether they begin a text, where some tokenizers drop a space.
+        """
+        shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
+        found = b"".join(map(self.bytes, shown))
+        if begins and self.drops_space:
+            found = found.removeprefix(b" ")
+        return found.decode(errors="replace")
+
+    @cached_property
+    def drops_space(self) -> bool:
+        """Whether the tokenizer drops a space at the start of a text."""
+        spaced = next((token for token in self._ordinary if self.bytes(token)[:1] == b" "), None)
+        return spaced is not None and self._decode([spaced]).encode() != self.bytes(spaced)
+
+    @cached_property
+    def concatenates(self) -> bool:
+        """Whether the concatenated bytes of tokens are the tokenizer's text of them, as texts of random tokens show."""
+        rng = random.Random(self.size)
+        whole = [token for token in self._ordinary if _whole(self.bytes(token))]
+        if not whole:
+            return False
+        texts = [rng.choices(whole, k=LENGTH) for _ in range(SAMPLES)]
+        return all(self.text(tokens, begins=True) == self._decode(tokens) for tokens in texts)
+
+    @cached_property
+    def _ordinary(self) -> list[int]:
+        return [token for token in range(self.size) if token not in self.added and token not in self.special]
+
+    def _read(self, tokens: Sequence[int]) -> list[bytes]:
+        pieces = iter(self._tokenizer.convert_ids_to_tokens([token for token in tokens if token < self.size]))
+        found = [self._by_piece(token, next(pieces) if token < self.size else None) for token in tokens]
+        unread = [i for i, data in enumerate(found) if data is None]
+        for i, text in zip(unread, self._in_context([tokens[i] for i in unread]), strict=True):
+            found[i] = text.encode(errors="replace")
+        return [data or b"" for data in found]
+
+    def _by_piece(self, token: int, piece: str | None) -> bytes | None:
+        """The bytes of a token, if its name tells them.
+
+        piece: its name in the tokenizer; None for an id without a token.
+        """
+        if token in self.added:
+            return self.added[token].encode(errors="replace")
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return bytes(BYTE_OF[c] for c in piece) if all(c in BYTE_OF for c in piece) else piece.encode()
+        byte = BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else None
+
+    def _in_context(self, tokens: Sequence[int]) -> list[str]:
+        """The text that each of these tokens adds to that of an ordinary word."""
+        word = self._word
+        before = self._decode(word)
+        texts = self._decode_all([[*word, token] for token in tokens])
+        return [text[len(before) :] if text.startswith(before) else "" for text in texts]
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """A token that is a letter or a word, none if there is none."""
+        return next(([token] for token in self._ordinary if self._decode([token]).isalpha()), [])
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def _decode_all(self, texts: Sequence[list[int]]) -> list[str]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return [self._decode(tokens) for tokens in texts]
+        return list(backend.decode_batch(texts, skip_special_tokens=False))
+
+
+def _decoder(backend: object) -> str:
+    """The decoder of a tokenizer of the `tokenizers` library, as JSON."""
+    decoder = getattr(backend, "decoder", None)
+    return "" if decoder is None else decoder.__getstate__().decode()
+
+
+def _whole(data: bytes) -> bool:
+    """Whether bytes are whole characters."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return bool(data)
