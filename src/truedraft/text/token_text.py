@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -83,6 +83,30 @@ class TokenText:
             found = found.removeprefix(b" ")
         return found.decode(errors="replace")
 
+    def at(self, token: int, begins: bool) -> bytes:
+        """What a token contributes to a text at a place; begins: whether it begins the text."""
+        found = self.bytes(token)
+        return found.removeprefix(b" ") if begins and self.drops_space else found
+
+    def name(self, token: int, begins: bool = False) -> str:
+        """What a token is called at a place, so that it differs from others: its text there; of a special token its
+        content; of a part of a character its bytes, as OpenAI's API writes them (`bytes:\\xe2\\x98`); and of a token
+        without a text its id (`token_id:7`).
+        """
+        if token in self.special:
+            return self.added.get(token) or numbered(token)
+        found = self.at(token, begins)
+        try:
+            return found.decode() if self.bytes(token) else numbered(token)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(map(_printed, found))
+
+    def left_out(self, skip_special_tokens: bool, kept: Collection[str] = ()) -> frozenset[int]:
+        """The special tokens that texts are shown without; `kept` are shown, by their contents."""
+        if not skip_special_tokens:
+            return frozenset()
+        return frozenset(token for token in self.special if self.added.get(token) not in kept)
+
     @cached_property
     def drops_space(self) -> bool:
         """Whether the tokenizer drops a space at the start of a text."""
@@ -145,6 +169,15 @@ class TokenText:
         if backend is None:
             return [self._decode(tokens) for tokens in texts]
         return list(backend.decode_batch(texts, skip_special_tokens=False))
+
+
+def numbered(token: int) -> str:
+    """The name of a token by its id, as vLLM writes it."""
+    return f"token_id:{token}"
+
+
+def _printed(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
 
 
 def _decoder(backend: object) -> str:
