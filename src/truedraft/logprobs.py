@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a row, emitted ones and those of its prompt, and of the likeliest at their places."""
+"""Log-probabilities of the tokens of a row and of its prompt, and of the likeliest tokens at their places."""
 
 from __future__ import annotations
 

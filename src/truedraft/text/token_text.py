@@ -101,6 +101,12 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(map(_printed, found))
 
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """The names of the tokens of a text. Special ones count as none of it: the space of a first word is dropped
+        after them too."""
+        first = next((i for i, t in enumerate(tokens) if t not in self.special and self.bytes(t)), len(tokens))
+        return [self.name(token, begins=i <= first) for i, token in enumerate(tokens)]
+
     def left_out(self, skip_special_tokens: bool, kept: Collection[str] = ()) -> frozenset[int]:
         """The special tokens that texts are shown without; `kept` are shown, by their contents."""
         if not skip_special_tokens:
