@@ -2,11 +2,11 @@
 
     python benchmarks/harness.py --python PATH [--model nano] [--port 8192] [--json FILE]
 
-PATH is the interpreter of an environment of its own (`pip install lm_eval[api,hf]`); lm-eval is used unchanged, with its
-model `local-completions` over the server and with `hf` over `transformers`. The tasks are three small ones, made of a
-text (`--text`; by default the embedded stories): which of four phrases goes on (loglikelihood), how likely each story is
-(loglikelihood_rolling), and what comes up to the next full stop (generate_until). What is compared is each answer, not
-only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text.
+PATH is the interpreter of an environment of its own (`pip install lm_eval[api,hf]`); lm-eval is used unchanged, with
+its model `local-completions` over the server and with `hf` over `transformers`, both in fp32. There are three small
+tasks, made of a text (`--text`; by default the embedded stories): which of four phrases follows (loglikelihood), how
+likely each story is (loglikelihood_rolling), and what follows up to the next full stop (generate_until). Each answer is
+compared, not only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def evaluated(python: str, folder: Path, model: str, arguments: str) -> dict[str
     out = folder / model
     command = [
         python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *TASKS,
-        "--include_path", str(folder), "--output_path", str(out), "--log_samples", "--batch_size", "1", "--device", "cpu",
+        "--include_path", str(folder), "--output_path", str(out), "--log_samples", "--batch_size", "1",
+        "--device", "cpu",
     ]  # fmt: skip
     subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=60 * 20)
     (found,) = out.rglob("results_*.json")
