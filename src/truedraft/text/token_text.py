@@ -59,8 +59,9 @@ class TokenText:
         self._bytes: dict[int, bytes] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = backend is not None and '"ByteLevel"' in _decoder(backend)
+        self._byte_fallback = backend is None or '"ByteFallback"' in _decoder(backend)
 
-    def bytes(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """What a token contributes to a text that it stands in the middle of; empty for ids without a token."""
         if token not in self._bytes:
             self._bytes[token] = self._read([token])[0]
@@ -78,7 +79,7 @@ class TokenText:
         begins: whether they begin a text, where some tokenizers drop a space.
         """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
-        found = b"".join(map(self.bytes, shown))
+        found = b"".join(map(self.bytes_of, shown))
         if begins and self.drops_space:
             found = found.removeprefix(b" ")
         return found.decode(errors="replace")
@@ -86,14 +87,14 @@ class TokenText:
     @cached_property
     def drops_space(self) -> bool:
         """Whether the tokenizer drops a space at the start of a text."""
-        spaced = next((token for token in self._ordinary if self.bytes(token)[:1] == b" "), None)
-        return spaced is not None and self._decode([spaced]).encode() != self.bytes(spaced)
+        spaced = next((token for token in self._ordinary if self.bytes_of(token)[:1] == b" "), None)
+        return spaced is not None and self._decode([spaced]).encode() != self.bytes_of(spaced)
 
     @cached_property
     def concatenates(self) -> bool:
         """Whether the concatenated bytes of tokens are the tokenizer's text of them, as texts of random tokens show."""
         rng = random.Random(self.size)
-        whole = [token for token in self._ordinary if _whole(self.bytes(token))]
+        whole = [token for token in self._ordinary if _whole(self.bytes_of(token))]
         if not whole:
             return False
         texts = [rng.choices(whole, k=LENGTH) for _ in range(SAMPLES)]
@@ -116,13 +117,11 @@ class TokenText:
 
         piece: its name in the tokenizer; None for an id without a token.
         """
-        if token in self.added:
-            return self.added[token].encode(errors="replace")
         if piece is None:
             return b""
         if self._byte_level:
             return bytes(BYTE_OF[c] for c in piece) if all(c in BYTE_OF for c in piece) else piece.encode()
-        byte = BYTE.fullmatch(piece)
+        byte = BYTE.fullmatch(piece) if self._byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else None
 
     def _in_context(self, tokens: Sequence[int]) -> list[str]:
