@@ -7,12 +7,16 @@ tokens of a text, concatenated, are its UTF-8.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+from tokenizers import normalizers, pre_tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +26,8 @@ PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # byt
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)
 }
+UTF8 = [*range(0xC0), *range(0xC2, 0xF5)]  # the bytes that texts may have
+PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}  # what a sequence of them has in JSON
 SAMPLES, LENGTH = (
     40,
     12,
@@ -84,6 +90,22 @@ class TokenText:
             found = found.removeprefix(b" ")
         return found.decode(errors="replace")
 
+    def spelled(self, text: str) -> list[int] | None:
+        """Tokens that are no special ones and whose bytes, in the middle of a text, are this text: those of the
+        tokenizer, if it does not change the text, else the longest that fit one after the other. None if there are
+        no such tokens.
+        """
+        data = text.encode()
+        found = [] if self._encoder is None else self._encoder.encode(text, add_special_tokens=False).ids
+        if b"".join(map(self.bytes_of, found)) == data and self.special.isdisjoint(found):
+            return list(found)
+        return self._greedy(data)
+
+    @cached_property
+    def spells_all(self) -> bool:
+        """Whether every text can be spelled: every byte has a token that is no special one."""
+        return all(bytes([byte]) in self._by_bytes for byte in UTF8)
+
     @cached_property
     def drops_space(self) -> bool:
         """Whether the tokenizer drops a space at the start of a text."""
@@ -103,6 +125,40 @@ class TokenText:
     @cached_property
     def _ordinary(self) -> list[int]:
         return [token for token in range(self.size) if token not in self.added and token not in self.special]
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        """The token of each text, special ones excepted; of several the first."""
+        whole = self.vocabulary(self.size)
+        return {data: token for token, data in reversed([*enumerate(whole)]) if data and token not in self.special}
+
+    @cached_property
+    def _encoder(self) -> Any | None:
+        """The tokenizer, reading a text as if it went on, and without special tokens; None for one in Python."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        encoder = copy(backend)
+        encoder.no_truncation()
+        encoder.no_padding()
+        for name, nothing in (("normalizer", normalizers.Sequence([])), ("pre_tokenizer", pre_tokenizers.Sequence([]))):
+            if (part := getattr(encoder, name)) is not None:
+                kept = _without_prefix(json.loads(part.__getstate__()))
+                nothing.__setstate__(json.dumps(kept or {"type": "Sequence", PARTS[name]: []}).encode())
+                setattr(encoder, name, nothing)
+        encoder.encode_special_tokens = True
+        return encoder
+
+    def _greedy(self, data: bytes) -> list[int] | None:
+        longest, found, at = max(map(len, self._by_bytes), default=0), list[int](), 0
+        while at < len(data):
+            ends = range(min(at + longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._by_bytes), None)
+            if end is None:
+                return None
+            found.append(self._by_bytes[data[at:end]])
+            at = end
+        return found
 
     def _read(self, tokens: Sequence[int]) -> list[bytes]:
         pieces = iter(self._tokenizer.convert_ids_to_tokens([token for token in tokens if token < self.size]))
@@ -150,6 +206,20 @@ def _decoder(backend: object) -> str:
     """The decoder of a tokenizer of the `tokenizers` library, as JSON."""
     decoder = getattr(backend, "decoder", None)
     return "" if decoder is None else decoder.__getstate__().decode()
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer, as JSON, that puts nothing in front of a text; None if nothing is left of it."""
+    if part["type"] == "Prepend":
+        return None
+    kept = {name: value for name, value in part.items() if name not in PARTS.values()}
+    lists = {
+        name: [found for found in map(_without_prefix, part[name]) if found is not None]
+        for name in PARTS.values()
+        if name in part
+    }
+    neutral = {"prepend_scheme": "never", "add_prefix_space": False}
+    return kept | {name: value for name, value in neutral.items() if name in part} | lists
 
 
 def _whole(data: bytes) -> bool:
