@@ -90,7 +90,9 @@ def tokenizer_of(kind: str) -> Any:
     if kind in FOLDERS:
         if not (SHARED / FOLDERS[kind]).exists():
             pytest.skip(f"shared/{FOLDERS[kind]} is not here")
-        return AutoTokenizer.from_pretrained(SHARED / FOLDERS[kind])
+        found = AutoTokenizer.from_pretrained(SHARED / FOLDERS[kind])
+        found.eos_token = found.eos_token or "<|endoftext|>"
+        return found
     return PreTrainedTokenizerFast(
         tokenizer_object=MADE[kind](), unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         extra_special_tokens=["<|stop|>"],

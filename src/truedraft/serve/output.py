@@ -10,7 +10,6 @@ from truedraft.serve.job import Job
 from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
-from truedraft.text.pieces import StopText
 from truedraft.text.tool_calls import ToolParser
 
 
@@ -38,8 +37,7 @@ class RowOutput:
 
     def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None):
         self.model, self.plan, self.job, self._parser = model, plan, job, parser
-        self._pieces = model.pieces(job.ids, plan.skip_special_tokens, plan.kept)
-        self._stop = StopText(plan.stop, plan.keep_stop)
+        self._text = plan.shown.text(job.ids)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)
         self.text_length = 0
@@ -49,25 +47,24 @@ class RowOutput:
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string, or the token of `stop_token_ids`, that ended the text (vLLM's field)."""
-        if self._stop.found is not None:
-            return self._stop.found
+        if self._text.found is not None:
+            return self._text.found
         last = self.job.tokens[self._read - 1] if self._read else None
         return last if self.finish_reason in ("stop", "tool_calls") and last not in self.model.end_ids else None
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text; tokens after it are dropped."""
-        return self._stop.found is not None
+        return self._text.found is not None
 
     def advance(self, count: int) -> Delta:
         """What the first `count` tokens add to the text; call it with all tokens once the job has finished."""
         start, self._read = self._read, count
         if self.prediction is not None:
             self.prediction.feed(self.job.tokens[start:count])
-        text = self._stop.feed(self._pieces.feed(self._visible(start, count)))
+        text = self._text.feed(self._visible(start, count))
         if self.job.finish_reason is not None and count == len(self.job.tokens):
-            text += self._stop.feed(self._pieces.end())
-            text += "" if self.stopped else self._stop.end()
+            text += self._text.end()
             self.finish_reason = "stop" if self.stopped else self.job.finish_reason
         elif self.stopped:
             self.finish_reason = "stop"
@@ -87,7 +84,7 @@ class RowOutput:
         """The tokens from `start` on whose text is returned: all but the stop token that ended the row."""
         tokens = self.job.tokens[start:end]
         ended = self.job.finish_reason == "stop" and end == len(self.job.tokens)
-        if ended and tokens and not self.plan.keep_stop and tokens[-1] in self._ends:
+        if ended and tokens and not self.plan.shown.keep_stop and tokens[-1] in self._ends:
             return tokens[:-1]
         return tokens
 
@@ -98,11 +95,11 @@ class RowOutput:
     def tokens(self, delta: Delta) -> list[dict[str, Any]]:
         """The tokens of a delta, each with its text and whether it is an accepted draft."""
         return [
-            {"id": self.job.tokens[i], "text": self._text(self.job.tokens[i]), "drafted": self.job.drafted[i]}
+            {"id": self.job.tokens[i], "text": self._token_text(self.job.tokens[i]), "drafted": self.job.drafted[i]}
             for i in range(delta.start, delta.end)
         ]
 
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return str(self.model.tokenizer.decode([token]))
 
     def chat_logprobs(self, delta: Delta) -> dict[str, Any]:
@@ -117,7 +114,7 @@ class RowOutput:
         return {"content": content, "refusal": None}
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
-        text = self._text(token)
+        text = self._token_text(token)
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
     def completion_logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
@@ -128,9 +125,9 @@ class RowOutput:
         texts, values, top, offsets = [], [], [], []
         for i in range(delta.start, delta.end):
             found = self.job.logprobs[i]
-            texts.append(self._text(self.job.tokens[i]))
+            texts.append(self._token_text(self.job.tokens[i]))
             values.append(found.logprob)
-            top.append({self._text(token): value for token, value in found.top})
+            top.append({self._token_text(token): value for token, value in found.top})
             offsets.append(offset)
             offset += len(texts[-1])
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

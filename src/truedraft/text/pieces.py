@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from truedraft.text.token_text import TokenText, token_text
@@ -23,6 +23,8 @@ class Pieces:
             at the start of a text.
         skip_special_tokens: leave out the text of special tokens.
         kept: special tokens, as text, that are not left out.
+        marks: a text in the place of special tokens that are left out.
+        continues: whether there is text before the output even if the context has only tokens that are left out.
     """
 
     def __init__(
@@ -31,15 +33,20 @@ class Pieces:
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
         kept: Collection[str] = (),
+        marks: Mapping[int, str] | None = None,
+        continues: bool = False,
     ):
         texts = token_text(tokenizer)
         self._left_out = {id for id in texts.special if texts.added.get(id) not in kept} if skip_special_tokens else ()
         shown = [id for id in context if id not in self._left_out]
-        self._reader = _ByteReader(texts, bool(shown)) if texts.concatenates else _WindowReader(tokenizer, shown)
+        self._marks = marks or {}
+        self._reader: _ByteReader | _WindowReader = (
+            _ByteReader(texts, continues or bool(shown)) if texts.concatenates else _WindowReader(tokenizer, shown)
+        )
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete."""
-        return "".join(self._reader.read(id) for id in ids if id not in self._left_out)
+        return "".join(self._marks.get(id, "") if id in self._left_out else self._reader.read(id) for id in ids)
 
     def end(self) -> str:
         """The remaining text, an incomplete character included."""
@@ -114,12 +121,16 @@ class StopText:
         self.found: str | None = None
         self._held = ""
 
-    def feed(self, text: str) -> str:
-        """The text up to a stop string, or up to what may be the beginning of one."""
+    def feed(self, text: str, ends: bool = True) -> str:
+        """The text up to a stop string, or up to what may be the beginning of one.
+
+        ends: whether a stop string that this piece completes ends the text; if not, the text goes on.
+        """
         if self.found is not None:
             return ""
-        held = self._held + text
-        places = [(held.find(s), s) for s in self.strings if s in held]
+        held, new = self._held + text, len(self._held)
+        starts = [(held.find(s, max(new - len(s) + 1, 0)), s) for s in self.strings] if ends else []
+        places = [(at, s) for at, s in starts if at >= 0]
         if places:
             at, self.found = min(places, key=lambda place: (place[0] + len(place[1]), place[0]))  # complete first
             self._held = ""

@@ -95,7 +95,7 @@ class TokenText:
         tokenizer, if it does not change the text, else the longest that fit one after the other. None if there are
         no such tokens.
         """
-        data = text.encode()
+        data = text.encode(errors="surrogatepass")
         found = [] if self._encoder is None else self._encoder.encode(text, add_special_tokens=False).ids
         if b"".join(map(self.bytes_of, found)) == data and self.special.isdisjoint(found):
             return list(found)
