@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from truedraft.text.tool_values import PythonCall, Reader, json_text, typed
+from truedraft.text.tool_values import PythonCall, Reader, json_text, properties_of, typed
 
 FENCE = r"\s*(?:```\w*\s*)?"  # of a block of code, around the calls of some models
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")  # keys of a call
@@ -90,7 +90,7 @@ class Values:
 
     def _call(self, value: Any, schemas: Schemas) -> Call | None:
         if isinstance(value, PythonCall):
-            known = [*schemas.get(_known(value.name, schemas), {}).get("properties", ())]
+            known = properties_of(schemas.get(_known(value.name, schemas), {}))
             named = dict(zip(known, value.unnamed, strict=False)) | value.named
             whole = len(named) == len(value.unnamed) + len(value.named)
             return offered_call(value.name, named, schemas) if whole else None
@@ -152,7 +152,7 @@ class Parameters:
 
 def _value(found: re.Match[str], schema: Mapping[str, Any]) -> Any:
     text = found["value"].removeprefix("\n").removesuffix("\n")
-    known = schema.get("properties", {}).get(found["key"], schema.get("additionalProperties"))
+    known = properties_of(schema).get(found["key"], schema.get("additionalProperties"))
     stated = {"true": {"type": "string"}, "false": {}}.get(found.groupdict().get("string") or "", {})
     return typed(text, known if isinstance(known, Mapping) else stated, schema)
 
@@ -204,13 +204,11 @@ class _ValueScan:
     def end(self, text: str, final: bool) -> int | None:
         if self._start < 0 and not self._find_start(text, final):
             return None
-        while found := (self._inside[self._string] if self._string else self._outside).search(text, self._at):
+        known = len(text) if final else part_of_tag(text, (*self._stops, *self._inside))
+        while found := (self._inside[self._string] if self._string else self._outside).search(text, self._at, known):
             token, self._at = found.group(), found.end()
             if self._string:
                 self._string = "" if token == self._string else self._string
-            elif not final and self._may_be_tag(text[found.start() :]):
-                self._at = found.start()
-                break
             elif token in self._stops:
                 raise ValueError("a tag within brackets")
             elif token in self._inside:
@@ -238,9 +236,13 @@ class _ValueScan:
             raise ValueError("no call")
         return found is not None
 
-    def _may_be_tag(self, rest: str) -> bool:
-        """Whether the rest of a text is a beginning of a tag."""
-        return any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stops)
+
+def part_of_tag(text: str, tags: Sequence[str]) -> int:
+    """Where the end of a text begins that is a beginning of a tag; the length of the text where there is none."""
+    starts = range(max(len(text) - max(map(len, tags), default=0) + 1, 0), len(text))
+    return next(
+        (i for i in starts if any(len(tag) > len(text) - i and tag.startswith(text[i:]) for tag in tags)), len(text)
+    )
 
 
 class _ParameterScan:

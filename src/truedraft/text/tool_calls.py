@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
 from truedraft.text.templates import template_of
-from truedraft.text.tool_bodies import LIMIT, Body, Scan, Schemas, offered_call
+from truedraft.text.tool_bodies import LIMIT, Body, Scan, Schemas, offered_call, part_of_tag
 from truedraft.text.tool_formats import HARMONY, HERMES, LLAMA, MISTRAL, Format, format_of
 from truedraft.text.tool_values import json_text
 
@@ -29,6 +29,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of that fiel
 THINK = ("<think>", "</think>")
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 ENDED = re.compile("|".join(map(re.escape, (*CHANNELS[:2], *CHANNELS[3:]))))  # what ends a message
+HEADER = re.compile(
+    r"\s*(?:<\|start\|>)?\s*(?:assistant)?(?:\s*to=[^\s<]+)?\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 SEPARATORS = (",", ";")  # between calls
 
@@ -77,7 +80,9 @@ def parser_for(
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """The schemas of the parameters of tools in OpenAI's form, by name."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    functions = [tool["function"] for tool in tools]
+    given = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in given.items()}
 
 
 def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> frozenset[str]:
@@ -312,7 +317,7 @@ class ChannelParser:
         self._made: list[dict[str, Any]] = []
         _, begun, header = prompt.rpartition(CHANNELS[0])
         self._begun = header if begun and not ENDED.search(header) else ""  # of the header, by the prompt
-        if CHANNELS[2] in self._begun:
+        if HEADER.search(self._begun):  # the prompt has begun the text, too
             self._begin(self._begun)
 
     def feed(self, text: str) -> Delta:
@@ -332,14 +337,17 @@ class ChannelParser:
         return delta
 
     def _read_header(self, final: bool) -> bool:
-        """Read up to the text of a message; whether it is there."""
-        header, whole, _ = self._buffer[:LIMIT].partition(CHANNELS[2])
-        if whole:
-            self._written = header + whole
+        """Read up to the text of a message; whether it is there. A text without a header is content."""
+        header = HEADER.match(self._begun + self._buffer[:LIMIT])
+        if header:
+            self._written = header.group()[len(self._begun) :]
             self._buffer = self._buffer[len(self._written) :]
-            self._begin(self._begun + header)
+            self._begin(header.group())
         elif len(self._buffer) >= LIMIT or (final and self._buffer):
-            self._begin("")  # no header: an answer without channels
+            self._begin("")
+            tag = ENDED.match(self._buffer)
+            self._found["content"].append(tag.group() if tag else "")
+            self._buffer = self._buffer[tag.end() if tag else 0 :]
         return not self._in_header
 
     def _begin(self, header: str) -> None:
@@ -460,7 +468,4 @@ def _listed(value: Any) -> list[Any]:
 
 def _held_from(text: str, tags: Sequence[str]) -> int:
     """Where the end of a text begins that may belong to a tag: a beginning of one, and white space before it."""
-    longest = max(map(len, tags), default=0)
-    starts = range(max(len(text) - longest + 1, 0), len(text))
-    held = next((i for i in starts if any(tag.startswith(text[i:]) for tag in tags)), len(text))
-    return len(text[:held].rstrip()) if tags else len(text)
+    return len(text[: part_of_tag(text, tags)].rstrip()) if tags else len(text)

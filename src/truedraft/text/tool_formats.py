@@ -116,7 +116,6 @@ SOLAR_HEAD = r"\s*<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)<
 PYTHON: dict[str, Any] = {"call": "‹name›(‹parameters›)", "parameter": "‹key›=‹value›", "comma": ", "}
 LISTED: dict[str, Any] = {"between": ", "}
 MISTRAL_CALL = Values(r"\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?")
-COMMAND_CALL = '{"tool_name": "‹name›", "parameters": ‹arguments›}'
 FIELDS: dict[str, Any] = {"parameter": "‹key›:‹value›", "comma": ",", "between": ""}
 
 HERMES = Format(
@@ -213,12 +212,14 @@ FORMATS = (
         "<|action_end|>", call=f"<|action_start|><|plugin|>\n{JSON_CALL}\n<|action_end|>", between="",
     ),
     Format(
-        "command_a", (("<|START_ACTION|>",),), ("<|START_ACTION|>",), "<|END_ACTION|>", call=COMMAND_CALL,
-        before="<|START_ACTION|>[", after="]<|END_ACTION|>", **LISTED,
+        "command_a", (("<|START_ACTION|>",),), ("<|START_ACTION|>",), "<|END_ACTION|>", between=",\n    ",
+        before="<|START_ACTION|>[\n    ", after="\n]<|END_ACTION|>",
+        call='{"tool_call_id": "‹number›", "tool_name": "‹name›", "parameters": ‹arguments›}',
     ),
     Format(
-        "command_r", (("Action:", "tool_name"),), ("Action:",), call=COMMAND_CALL, before="Action: ```json\n[",
-        after="]\n```", **LISTED,
+        "command_r", (("Action:", "tool_name"),), ("Action:",), between=",\n    ",
+        before="Action: ```json\n[\n    ", after="\n]\n```",
+        call='{\n        "tool_name": "‹name›",\n        "parameters": ‹arguments›\n    }',
     ),
     Format(
         "gemma4", (("<|tool_call>",),), ("<|tool_call>",), "<tool_call|>",
@@ -238,6 +239,10 @@ FORMATS = (
     Format(
         "olmo3", (("<function_calls>",),), ("<function_calls>",), "</function_calls>", before="<function_calls>",
         after="</function_calls>", **PYTHON,
+    ),
+    Format(
+        "minimax_m1", (("<tool_calls>\\n{",), ("<tool_calls>\n{",)), ("<tool_calls>",), "</tool_calls>",
+        before="<tool_calls>\n", after="\n</tool_calls>",
     ),
     Format(
         "tool_calls_list", (("<tool_calls>",),), ("<tool_calls>",), "</tool_calls>", before="<tool_calls>[",

@@ -22,6 +22,7 @@ from truedraft.text.tool_values import NAME, resolved, types_of
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around the reasoning of gpt-oss
+LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
 OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
@@ -81,12 +82,16 @@ class _Grammar:
         self._tags = re.compile("|".join(map(re.escape, tags)) or "(?!)")
 
     def text(self, text: str) -> str:
-        """A text of the format: its tags as the tokenizer has them, the rest in quotes."""
+        """A text of the format: its tags as the tokenizer has them, the rest in quotes.
+
+        Line breaks stand alone: the library's lexer takes the longest match, so a text that is the beginning of another
+        one in the same place could not be told from it.
+        """
         found, at = [], 0
         for tag in self._tags.finditer(text):
-            found += [_quoted(text[at : tag.start()]), _tag(self.tokenizer, tag.group())]
+            found += [*map(_quoted, LINES.findall(text[at : tag.start()])), _tag(self.tokenizer, tag.group())]
             at = tag.end()
-        return " ".join(filter(None, (*found, _quoted(text[at:]))))
+        return " ".join((*found, *map(_quoted, LINES.findall(text[at:]))))
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
         """A text of the format with rules, or other texts of the grammar, in its places."""

@@ -228,29 +228,37 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return value
     if isinstance(value, float) and value.is_integer() and "integer" in allowed:
         return int(value)
-    if isinstance(value, str) and text.strip() != value:  # the model wrote quotes, and perhaps a number in them
-        return typed(value, schema, root) if "string" not in allowed else value
+    if isinstance(value, str) and len(value) < len(text.strip()):  # in quotes
+        return typed(value, schema, root)
     return text
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str] | None:
-    """The JSON types that a schema allows; None where it does not say."""
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str] | None:
+    """The JSON types that a schema allows; None where it does not say.
+
+    Args:
+        depth: alternatives within alternatives that are looked into.
+    """
     schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or not depth:
         return None
     kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return {kinds}
-    if isinstance(kinds, list):
-        return {kind for kind in kinds if isinstance(kind, str)}
+    if isinstance(kinds, str | list):
+        return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
     if "const" in schema or isinstance(schema.get("enum"), list):
         return {kind_of(value) for value in schema.get("enum", [schema.get("const")])}
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            found = [types_of(one, root) for one in schema[key]]
+            found = [types_of(one, root, depth - 1) for one in schema[key]]
             return None if None in found else set().union(*(kinds or () for kinds in found))
-    parts = [types_of(one, root) for one in schema.get("allOf", ())]
+    parts = [types_of(one, root, depth - 1) for one in schema.get("allOf", ())]
     return next((kinds for kinds in parts if kinds is not None), None)
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The properties that a schema names, none where it has no table of them."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def kind_of(value: Any) -> str:
