@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from truedraft.text.tool_values import PythonCall, Reader, json_text, properties_of, typed
+from truedraft.text.tool_values import NAME, PythonCall, Reader, json_text, properties_of, typed
 
 FENCE = r"\s*(?:```\w*\s*)?"  # of a block of code, around the calls of some models
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")  # keys of a call
@@ -192,11 +192,9 @@ class _ValueScan:
         self._outside = re.compile(rf"{literals}|[\[\](){{}}]")
         self._inside = {text: re.compile(rf"\\.|{text}", re.DOTALL) for text in "\"'"}
         self._inside |= {text: re.compile(re.escape(text)) for text in delimiters[2:]}
-        names = "|".join(map(re.escape, schemas)) or "(?!)"
-        keys = "|".join((*KEYS, names))
-        called = rf"(?:print|(?:[\w.]+\.)?(?:{names}))"
-        self._lead = re.compile(rf"{FENCE}(?:(?=[{{\[])|{called}(?=\())")
-        self._begins = re.compile(rf"\(|[\[\s]*(?:\{{\s*[\"']?(?:{keys})[\"']?\s*:|{called}\()")
+        keys = "|".join((*KEYS, *map(re.escape, schemas)))
+        self._lead = re.compile(rf"{FENCE}(?:(?=[{{\[])|{NAME}(?=\())")
+        self._begins = re.compile(rf"\(|[\[\s]*(?:\{{\s*[\"']?(?:{keys})[\"']?\s*:|{NAME}\()")
         self._named = False
         self._start = self._at = -1
         self._depth, self._string = 0, ""
@@ -267,5 +265,7 @@ class _ParameterScan:
             return found.end()
         if final:
             closed = [*self._end.finditer(text, self._start)]
-            return closed[-1].end() if closed else len(text)
+            if not closed:
+                raise ValueError("no end")
+            return closed[-1].end()  # the tag before it is missing
         return None

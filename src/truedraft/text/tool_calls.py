@@ -355,7 +355,7 @@ class ChannelParser:
         self._in_header, self._begun = False, ""
         self._call = recipient.group(1) if recipient else ""
         self._field = "reasoning" if f"{CHANNELS[1]}analysis" in header else "content"
-        if self._field in self._ended and not self._call:
+        if header and self._field in self._ended and not self._call:
             self._found[self._field].append("\n")
 
     def _read_message(self, final: bool) -> bool:
