@@ -23,11 +23,11 @@ from truedraft.call.surroundings import also_exclusive, defaults, exclusive
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter, Plain
 from truedraft.drafters._compose import name_of
-from truedraft.engine import Engine, taps_of
+from truedraft.engine import Engine
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.reading import PiecewiseEngine
+from truedraft.reading import PiecewiseEngine, reuses
 from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
@@ -35,7 +35,10 @@ from truedraft.views._base import View
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
 PIECE_SECONDS = 0.05  # that a piece of prompts should take at most, while rows wait for it
-WHOLE = "the whole prompt is computed: hidden states are required, it is embeddings, or the model has states or a view"
+WHOLE = (
+    "the whole prompt is computed: hidden states or its log-probabilities are required, it is embeddings, or the model "
+    "has states or a view"
+)
 CHECKING = 0.02  # most of the time that is spent on detecting, between steps, a model that was changed
 
 
@@ -137,6 +140,7 @@ class ContinuousEngine:
         namespace: str = "",
         streamer: Any = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **kwargs: Any,
     ) -> EngineRequest:
         """Add a request; it begins with the next step for which there is a slot.
@@ -150,6 +154,8 @@ class ContinuousEngine:
             references, namespace: as in `generate`.
             streamer: receives the prompt at once and each token once it is emitted; ended with the request.
             logprobs: the likeliest tokens at each place of `EngineRequest.logprobs`; None for no log-probabilities.
+            prompt_logprobs: the same of `EngineRequest.prompt_logprobs`, which are computed with the prompt; it is then
+                read whole.
             **kwargs: arguments of `model.generate`.
 
         Raises:
@@ -159,10 +165,15 @@ class ContinuousEngine:
         ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
         if isinstance(ids, Tensor) and len(ids) != 1:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
+        if prompt_logprobs is not None and self._target.granularity is None:
+            raise Refused(
+                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities of "
+                "its tokens: leave it out"
+            )
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         call = Call(
             references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
-            sources=sources_of(ids, kwargs), logprobs=logprobs,
+            sources=sources_of(ids, kwargs), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         )  # fmt: skip
         target, given = self._target, self._drafter_of(draft)
 
@@ -184,7 +195,7 @@ class ContinuousEngine:
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
-            if self._reuses and (not self._prefixes or request.prompts[0].ids is None or taps_of(request.rows).hidden):
+            if self._reuses and (self._prefixes is None or not reuses(request)):
                 report.notes.append(WHOLE)
             return EngineRequest(request, seed, streamer, report)
 

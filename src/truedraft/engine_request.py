@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from truedraft.call.streaming import Stream
 from truedraft.errors import Refused
-from truedraft.logprobs import TokenLogprobs
+from truedraft.logprobs import PromptLogprobs, TokenLogprobs
 from truedraft.request import Request
 from truedraft.stats import Report
 
@@ -43,6 +43,13 @@ class EngineRequest:
         """One for each of `tokens`; None where they were not requested."""
         kept = self._request.laws.logprobs
         return None if kept is None else kept.places()
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprobs] | None:
+        """One for each token of the prompt after its first, as far as it has been read; None where they were not
+        requested."""
+        scores = self._request.prompt_scores
+        return None if scores is None else scores.places
 
     @property
     def cached_tokens(self) -> int:

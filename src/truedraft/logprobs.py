@@ -1,4 +1,4 @@
-"""Log-probabilities of the emitted tokens of a row, and of the likeliest tokens at their places."""
+"""Log-probabilities of the tokens of a row and of its prompt, and of the likeliest tokens at their places."""
 
 from __future__ import annotations
 
@@ -23,6 +23,53 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs(TokenLogprobs):
+    """The same of a token of a prompt.
+
+    rank: its place among all tokens at this place by their probabilities, from 1.
+    """
+
+    rank: int
+
+
+class PromptScores:
+    """The log-probabilities of the tokens of a prompt after its first, each given those before it; no logits are kept.
+
+    Args:
+        ids: (length,) the prompt.
+        count: how many of the likeliest tokens are given at each place; 0 for none.
+
+    Attributes:
+        places: one for each token so far, from the second on.
+
+    Raises:
+        Refused: `count` is not an integer of 0 or more, or the prompt is embeddings (`ids` is None).
+    """
+
+    def __init__(self, ids: Tensor | None, count: int):
+        self._count = checked(count, "prompt_logprobs")
+        if ids is None:
+            raise Refused(f"prompt_logprobs={count}: the prompt is embeddings, which have no tokens: leave it out")
+        self._ids = ids
+        self.places: list[PromptLogprobs] = []
+
+    def add(self, logits: Tensor) -> None:
+        """The logits at the next positions of the prompt, in the order of their tokens; those of the last are ignored,
+        since what follows it is no token of the prompt.
+
+        logits: (n, V) before logits processors; not kept.
+        """
+        tokens = self._ids[len(self.places) + 1 :][: len(logits)].to(logits.device)
+        logprobs = logits[: len(tokens)].float().log_softmax(-1)
+        own = logprobs.gather(-1, tokens[:, None])
+        ranks = (logprobs > own).sum(-1) + 1
+        values, likeliest = logprobs.topk(min(self._count, logprobs.shape[-1]))
+        found = (tokens, own[:, 0], likeliest, values, ranks)
+        for token, value, top, of_top, rank in zip(*(one.tolist() for one in found), strict=True):
+            self.places.append(PromptLogprobs(token, value, tuple(zip(top, of_top, strict=True)), rank))
+
+
 class Logprobs:
     """The log-probabilities of one row, of which one tensor of logits is kept: that of the last step.
 
@@ -35,9 +82,7 @@ class Logprobs:
     """
 
     def __init__(self, row: Row, count: int):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise Refused(f"logprobs={count!r}: give an integer of 0 or more, or None")
-        self._row, self._count = row, count
+        self._row, self._count = row, checked(count, "logprobs")
         self._places: list[TokenLogprobs] = []
         self._logits: Tensor | None = None  # (V,) of the step after `_places`
 
@@ -65,3 +110,14 @@ class Logprobs:
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         self._places.append(TokenLogprobs(token, float(logprobs[token]), top))
         self._logits = None
+
+
+def checked(count: int, name: str) -> int:
+    """A number of likeliest tokens.
+
+    Raises:
+        Refused: it is not an integer of 0 or more.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise Refused(f"{name}={count!r}: give an integer of 0 or more, or None")
+    return count

@@ -4,7 +4,8 @@ A step is a piece of prompts or a pass over the drafts of all rows; while there 
 that a piece completes are verified at once: their rows emit their first token and run from then on.
 
 Where prefixes are kept, a prompt waits while an older one that begins with the same tokens is being read, and loads
-these tokens once the older one has been read so far, or has left.
+these tokens once the older one has been read so far, or has left. A prompt whose log-probabilities are asked for loads
+none: it is read whole, in pieces whose logits fit in SCORED bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from truedraft.tree import Piece, Prompt, Row, Scores, Taps
 LEAST = 16  # positions of a piece
 GAIN = 32  # positions of an older prompt for which a prompt waits at least
 GROWTH = 2.0  # most that a piece may be larger than the largest that was measured
+SCORED = 1 << 26  # bytes of the logits of a piece, where those of all its positions are computed
 
 
 @dataclass(eq=False)
@@ -61,6 +63,11 @@ class Reading:
         return len(self.prompt) - self.end
 
     @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for."""
+        return self.request.prompt_scores is not None
+
+    @property
     def leader(self) -> Reading | None:
         """The prompt that it waits for: the oldest."""
         return next(iter(self.leaders), None)
@@ -68,14 +75,22 @@ class Reading:
     def add(self, piece: Piece, scores: Scores) -> None:
         """Add a piece that was read."""
         self.end = piece.end
+        if (scores_of := self.request.prompt_scores) is not None:
+            scores_of.add(scores.logits[0])
         for layer in self.taps.hidden:
             self.hidden.setdefault(layer, []).append(scores.hidden[layer][0])
         if piece.last:
-            self.logits = scores.logits
+            self.logits = scores.logits[:, -1:].clone() if piece.scored else scores.logits
 
     def states(self, layer: int) -> Tensor:
         """(prompt, H) states of a layer; empty where it is not tapped."""
         return torch.cat(self.hidden[layer]) if layer in self.hidden else torch.empty(0)
+
+
+def reuses(request: Request) -> bool:
+    """Whether a request may load the keys and values of a prefix: what else it requires of the prompt would be missing,
+    its hidden states and log-probabilities."""
+    return request.prompts[0].ids is not None and not (taps_of(request.rows).hidden or request.prompt_scores)
 
 
 class PieceSize:
@@ -99,8 +114,7 @@ class PiecewiseEngine(Engine):
     Args:
         seconds: that a piece should take at most while rows run; it has LEAST positions in any case.
         prefixes: where the keys and values of prompts that were read and of rows that leave are kept for prompts with
-            the same prefix, if anywhere. Not for prompts whose hidden states are tapped, which would be missing, nor
-            for those given as embeddings.
+            the same prefix, if anywhere; see `reuses`.
     """
 
     def __init__(self, target: Target, control: Control, seconds: float, prefixes: Prefixes | None = None):
@@ -125,7 +139,7 @@ class PiecewiseEngine(Engine):
         older prompt being read has in common with it."""
         one = Reading(request, self.target.open(), taps_of(request.rows))
         self._reading.append(one)
-        if self._prefixes is not None and one.prompt.ids is not None and not one.taps.hidden:
+        if self._prefixes is not None and reuses(request):
             one.leaders = {other: self._loadable(self._prefixes, one, other) for other in self._reading[:-1]}
             self._load(self._prefixes, one)
 
@@ -164,7 +178,7 @@ class PiecewiseEngine(Engine):
         if self._prefixes is not None:
             self._follow(self._prefixes)
         ends = self._shares(self._size.positions if self.rows else PROMPT)
-        pieces = [Piece(one.prompt, one.slot, one.end, end) for one, end in ends.items()]
+        pieces = [Piece(one.prompt, one.slot, one.end, end, one.scored) for one, end in ends.items()]
         taps = Taps()
         for one in ends:
             taps = taps | one.taps
@@ -179,9 +193,11 @@ class PiecewiseEngine(Engine):
 
         The oldest prompt has half of it, so that none waits for ever, and those with least left the rest, so that a
         short one is not delayed by a long one; for a prompt that waits, its leader counts as if it were no longer.
-        Spans of the target's granularity are not divided.
+        Spans of the target's granularity are not divided. Of prompts that are scored there are no more than SCORED
+        bytes have room for, one span at least.
         """
         span = self.target.granularity or 1
+        scored = max(SCORED // (4 * self.target.vocabulary * span), 1)
         spans, self._odd = max(positions // span, 1), 1 - self._odd
         ends: dict[Reading, int] = {}
         shares = [(self._reading[0], (spans + self._odd) // 2)]
@@ -193,10 +209,13 @@ class PiecewiseEngine(Engine):
         shares += [(one, spans) for one in sorted(unhindered, key=lambda one: shortest[one] - one.end)]
         for one, share in shares:
             start = ends.get(one, one.end)
-            end = min((start // span + min(share, spans)) * span, len(one.prompt))
+            share = min(share, spans, scored) if one.scored else min(share, spans)
+            end = min((start // span + share) * span, len(one.prompt))
             if end > start:
                 ends[one] = end
-                spans -= -(-(end - start) // span)
+                taken = -(-(end - start) // span)
+                spans -= taken
+                scored -= taken * one.scored
         return ends
 
     def _follow(self, prefixes: Prefixes) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
+from truedraft.logprobs import PromptScores
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
 from truedraft.stopping import Stops
@@ -25,6 +26,7 @@ class Request:
     stops: the stopping criteria.
     chance: the source of random numbers.
     history: padded token ids of all rows, for processors and criteria.
+    prompt_scores: receives the logits of the prompt of its only row; None where they are not asked for.
     passes: the passes that its rows took part in, so far.
     cached_tokens: prompt tokens whose keys and values were stored by an earlier request.
     error: the exception that ended it; None where there was none.
@@ -38,6 +40,7 @@ class Request:
     stops: Stops
     chance: Chance
     history: History
+    prompt_scores: PromptScores | None = None
     passes: list[Pass] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
     argmax: ArgmaxRule | None = field(init=False)  # the rule, if it may decide all nodes at once

@@ -224,12 +224,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start` to `end` of a prompt, the end not included, to be read into a slot that holds those before."""
+    """Positions `start` to `end` of a prompt, the end not included, to be read into a slot that holds those before.
+
+    scored: whether the logits of all of them are required, not only those of the prompt's last one.
+    """
 
     prompt: Prompt
     slot: int
     start: int
     end: int
+    scored: bool = False
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -238,6 +242,11 @@ class Piece:
     def last(self) -> bool:
         """Whether it ends the prompt."""
         return self.end == len(self.prompt)
+
+    @property
+    def scores(self) -> int:
+        """Positions, its last ones, whose logits are returned."""
+        return len(self) if self.scored else int(self.last)
 
 
 @dataclass(frozen=True)

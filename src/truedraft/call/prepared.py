@@ -26,7 +26,7 @@ from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
-from truedraft.logprobs import Logprobs
+from truedraft.logprobs import Logprobs, PromptScores
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
 from truedraft.stats import Pass
@@ -49,6 +49,7 @@ class Call:
     on_read: Callable[[int, int], None] | None = None
     sources: Tensor | None = None
     logprobs: int | None = None  # of the likeliest tokens at each place of a single row; None for no log-probabilities
+    prompt_logprobs: int | None = None  # the same of its prompt
 
 
 @dataclass(frozen=True)
@@ -126,4 +127,5 @@ def request_of(
     stops = Stops(prepared.criteria, history, laws)
     again = reference_of(ties, target, batch, most + steps, laws)
     verifier: Any = NearTies(rule, laws, target.noise, again) if isinstance(rule, ArgmaxRule) else rule
-    return Request(rows, prompts, drafter, verifier, laws, stops, chance, history)
+    scores = None if call.prompt_logprobs is None else PromptScores(prompts[0].ids, call.prompt_logprobs)
+    return Request(rows, prompts, drafter, verifier, laws, stops, chance, history, scores)

@@ -164,7 +164,7 @@ class Runner(ABC):
         """Read pieces of prompts, all of tokens or all of embeddings; at most PROMPT positions in all.
 
         Returns:
-            By piece, the logits of its last position where that ends the prompt, and hidden states of all positions.
+            By piece, logits (1, `piece.scores`, V) of its last positions, and hidden states of all positions.
         """
 
     @abstractmethod

@@ -137,16 +137,15 @@ class CompiledPass(ExtendingPass):
             nodes.add_chain(piece.slot, piece.start, None if prompt.ids is None else prompt.ids[span].tolist(), n)
             if (counted := self._counted(prompt)) is not None:
                 nodes.position[-n:] = counted[span]
-            if piece.last:
-                gather.append(len(nodes) - 1)
+            gather += range(len(nodes) - piece.scores, len(nodes))
             if prompt.embeds is not None:
                 embeds.append(prompt.embeds[span])
         logits, states = self(nodes, gather, torch.cat(embeds) if embeds else None, taps.hidden)
-        scored, sizes = iter(logits[:, None, None]), [len(piece) for piece in pieces]
+        scored, sizes = logits.split([piece.scores for piece in pieces]), [len(piece) for piece in pieces]
         hidden = {layer: state.split(sizes) for layer, state in states.items()}
         return [
-            Scores(next(scored) if piece.last else logits[:0, None], {k: [v[i]] for k, v in hidden.items()}, [n - 1])
-            for i, (piece, n) in enumerate(zip(pieces, sizes, strict=True))
+            Scores(of_piece[None], {k: [v[i]] for k, v in hidden.items()}, [n - 1])
+            for i, (of_piece, n) in enumerate(zip(scored, sizes, strict=True))
         ]
 
     def _counted(self, prompt: Prompt) -> list[int] | None:

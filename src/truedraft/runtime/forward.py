@@ -100,7 +100,7 @@ class ForwardPass(Runner):
         step = self.granularity
         ends = [*range(piece.start, piece.end, step), piece.end]
         with self.cache.cursor.reaching(piece.slot):
-            return self._read_spans([piece.prompt], list(pairwise(ends)), taps)
+            return self._read_spans([piece.prompt], list(pairwise(ends)), taps, piece.scored)
 
     def _read(self, batch: Sequence[Prompt], most: int, taps: Taps) -> Scores:
         """Read prompts of one length together, at most `most` positions of each at a time."""
@@ -111,8 +111,11 @@ class ForwardPass(Runner):
         lengths[first:] = [length - 1] * len(batch)  # the root is committed with its path
         return scores
 
-    def _read_spans(self, batch: Sequence[Prompt], spans: Sequence[tuple[int, int]], taps: Taps) -> Scores:
-        """Read adjacent spans of prompts of one length, each in a call, behind the rows in use."""
+    def _read_spans(
+        self, batch: Sequence[Prompt], spans: Sequence[tuple[int, int]], taps: Taps, scored: bool = False
+    ) -> Scores:
+        """Read adjacent spans of prompts of one length, each in a call, behind the rows in use. The logits are those of
+        the last position, or where they are to be scored, of all."""
         self.check_taps(taps)
         cursor = self.cache.cursor
         name, given = "input_ids", [p.ids for p in batch]
@@ -120,7 +123,8 @@ class ForwardPass(Runner):
             name, given = "inputs_embeds", [p.embeds for p in batch]
         inputs = torch.stack(given)  # type: ignore[arg-type]
         whole = self._shares and taps.hidden  # layers that read others' keys would compute the last position alone
-        cut = {"logits_to_keep": 1} if self._cut_logits and not whole else {}
+        cut = {"logits_to_keep": 1} if self._cut_logits and not (whole or scored) else {}
+        of_spans: list[Tensor] = []
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps.hidden}
         first = len(cursor.lengths)
         for start, end in spans:
@@ -131,10 +135,11 @@ class ForwardPass(Runner):
                 logits, states = self.forward({name: inputs[:, start:end], **cut}, None, positions, taps)
             for layer, read in parts.items():
                 read.append(states[layer])
+            of_spans = [*of_spans, logits] if scored else [logits[:, -1:]]
             if self.on_read is not None:
                 self.on_read(positions.numel())
         hidden = {layer: list(torch.cat(read, 1) if read[1:] else read[0]) for layer, read in parts.items()}
-        return Scores(logits[:, -1:], hidden, [spans[-1][1] - spans[0][0] - 1] * len(batch))
+        return Scores(torch.cat(of_spans, 1), hidden, [spans[-1][1] - spans[0][0] - 1] * len(batch))
 
     @torch.no_grad()
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from truedraft.serve.errors import ApiError
 from truedraft.serve.formats import Format
-from truedraft.serve.job import advances
+from truedraft.serve.job import advances, prompts_read
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.model import ServedModel
 from truedraft.serve.output import RowOutput, figures_of, usage_of
@@ -50,7 +50,7 @@ class Rows:
         finished: Callable[[Plan, ApiError | None], None],
     ):
         self.model, self.loop, self.plan, self.form, self.options = model, loop, plan, form, options
-        self.outputs = [RowOutput(model, plan, job, form.parser()) for job in plan.jobs]
+        self.outputs = [RowOutput(model, plan, job, form.parser(), form.lists) for job in plan.jobs]
         self._finished = finished
 
     async def response(self) -> dict[str, Any]:
@@ -62,7 +62,9 @@ class Rows:
         return self.form.response(choices, usage=usage_of(self.plan, self.outputs), truedraft=self._figures())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events of a streamed response."""
+        """Server-sent events of a streamed response. Each has one choice; what belongs to the whole request, our own
+        figures among it, goes with the last of them, and only a usage that was asked for has an event of its own."""
+        await prompts_read([job for job in self.plan.jobs if "prompt_logprobs" in job.settings])
         begun = [False] * len(self.outputs)
         async for index, count in advances(self.plan.jobs):
             row = self.outputs[index]
@@ -71,12 +73,19 @@ class Rows:
             choices = [] if begun[index] else self.form.begin(index)
             begun[index] = True
             choices += self.form.choices(index, row, row.advance(count))
-            more = {"usage": usage_of(self.plan, self.outputs)} if self.options.continuous_usage_stats else {}
-            for choice in choices:
-                yield self._event(self.form.chunk([choice], **more))
-        usage = {"usage": usage_of(self.plan, self.outputs)} if self.options.include_usage else {}
-        yield self._event(self.form.chunk([], **usage, truedraft=self._figures()))
+            ended = all(row.finish_reason is not None for row in self.outputs)
+            for i, choice in enumerate(choices, 1):
+                figures = {"truedraft": self._figures()} if ended and i == len(choices) else {}
+                yield self._event(self.form.chunk([choice], **self._running_usage(), **figures))
+        if self.options.include_usage:
+            yield self._event(self.form.chunk([], usage=usage_of(self.plan, self.outputs)))
         yield DONE
+
+    def _running_usage(self) -> dict[str, Any]:
+        """The usage in an event with a choice: null where only that of the whole request was asked for."""
+        if self.options.continuous_usage_stats:
+            return {"usage": usage_of(self.plan, self.outputs)}
+        return {"usage": None} if self.options.include_usage else {}
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         content = to_json(chunk)

@@ -23,8 +23,9 @@ MEANINGLESS = {  # parameter -> why it has no meaning
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "response_format"), PREFIX),
     **dict.fromkeys(("structured_outputs", "tools", "logit_bias"), PREFIX),
     **dict.fromkeys(("references", "prediction"), COPIED),
-    **dict.fromkeys(("logprobs", "top_logprobs"), SCORED),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), SCORED),
 }
+COUNTS = ("logprobs", "prompt_logprobs")  # of which 0 asks for something too
 SETTINGS = ("memory", "reference", "allow_draft", "share_prefixes")  # of servers of autoregressive models
 
 
@@ -51,7 +52,9 @@ class ServedCanvas(ServedModel):
     def check(self, body: GenerationBody) -> None:
         for name, reason in MEANINGLESS.items():
             value = getattr(body, name, None)
-            if value and not (name == "response_format" and value.type == "text"):
+            if (value or (name in COUNTS and value == 0 and value is not False)) and not (
+                name == "response_format" and value.type == "text"
+            ):
                 raise ApiError(400, f"{name}: {reason}: leave it out", name, "unsupported_parameter")
         if body.repetition_penalty not in (None, 1.0):
             raise ApiError(

@@ -11,6 +11,7 @@ from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import ChatBody, TokenizeBody
 from truedraft.serve.settings import Plan, planned
 from truedraft.text.templates import render
+from truedraft.text.token_text import token_text
 from truedraft.text.tool_calls import ToolParser, markers, parser_for
 from truedraft.text.tool_grammar import call_grammar
 
@@ -83,5 +84,4 @@ def tokenized(model: ServedModel, body: TokenizeBody) -> dict[str, Any]:
     found = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     if not body.return_token_strs:
         return found
-    texts = {token: str(model.tokenizer.decode([token])) for token in set(ids)}
-    return found | {"token_strs": [texts[token] for token in ids]}
+    return found | {"token_strs": token_text(model.tokenizer).names(ids)}

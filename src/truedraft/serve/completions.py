@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from truedraft.serve.errors import ApiError
-from truedraft.serve.formats import CompletionFormat, Format
+from truedraft.serve.formats import CompletionFormat, Echo, Format
 from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import CompletionBody
 from truedraft.serve.settings import Plan, planned
@@ -19,10 +19,6 @@ def prepare(model: ServedModel, body: CompletionBody, namespace: str, id: str) -
     Raises:
         ApiError: a parameter cannot be honoured.
     """
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400, "echo=true with logprobs needs those of the prompt, which are not computed: drop one of them", "echo"
-        )
     given = prompts_of(body)
     if len(given) > model.config.max_prompts:
         raise ApiError(400, f"prompt has {len(given)} entries, this server allows {model.config.max_prompts}", "prompt")
@@ -31,8 +27,14 @@ def prepare(model: ServedModel, body: CompletionBody, namespace: str, id: str) -
         model.encoded(one, special) if isinstance(one, str) else checked_ids(model, one, "prompt") for one in given
     ]
     plan = planned(model, body, prompts, namespace, id)
-    echoes = [one if isinstance(one, str) else str(model.tokenizer.decode(one)) for one in given] if body.echo else []
+    echoes = [echo_of(model, plan, one, ids) for one, ids in zip(given, prompts, strict=True)] if body.echo else ()
     return plan, CompletionFormat(id, int(time.time()), model.name, plan, bool(body.return_tokens), echoes=echoes)
+
+
+def echo_of(model: ServedModel, plan: Plan, given: str | list[int], ids: Sequence[int]) -> Echo:
+    """What precedes a completion: the prompt as it was given, and its tokens where log-probabilities are listed."""
+    text = given if isinstance(given, str) else str(model.tokenizer.decode(given))
+    return Echo(text, () if plan.logprobs is None else plan.listing.given(ids, text))
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:

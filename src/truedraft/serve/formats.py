@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from truedraft.serve.job import Job
 from truedraft.serve.output import Delta, RowOutput
 from truedraft.serve.settings import Plan
+from truedraft.text.spelling import Spelled
 from truedraft.text.tool_calls import ToolParser
 
 
@@ -29,6 +32,11 @@ class Format(ABC):
     def parser(self) -> ToolParser | None:
         """The parser of a row's text, None where all of it is content."""
         return None
+
+    @property
+    def lists(self) -> bool:
+        """Whether choices list their tokens."""
+        return self.plan.logprobs is not None or self.return_tokens
 
     def head(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
@@ -52,42 +60,72 @@ class Format(ABC):
         return self.head(self.object) | {"choices": list(choices)} | more
 
     def _with_tokens(self, choice: dict[str, Any], row: RowOutput, delta: Delta) -> dict[str, Any]:
-        return choice | {"tokens": row.tokens(delta)} if self.return_tokens else choice
+        return choice | {"tokens": row.listed.texts(delta.tokens)} if self.return_tokens else choice
+
+    def _read(self, index: int) -> Job:
+        """The row that has the log-probabilities of a row's prompt: the first choice of this prompt."""
+        return self.plan.jobs[index - index % self.plan.choices]
+
+    def _with_prompt(self, part: dict[str, Any], index: int) -> dict[str, Any]:
+        """A part of a response with `prompt_logprobs` of a row, where these are asked for."""
+        if (count := self.plan.prompt_logprobs) is None:
+            return part
+        return part | {"prompt_logprobs": self.plan.listing.prompt(self._read(index).prompt_logprobs, count)}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as it precedes its completions: its text, and its tokens where these are listed."""
+
+    text: str
+    tokens: Sequence[Spelled]
 
 
 class CompletionFormat(Format):
     """`POST /v1/completions`.
 
     Args:
-        echoes: text of each prompt where it is to precede its completions, else none.
+        echoes: of each prompt where it is to precede its completions, else none.
     """
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, *args: Any, echoes: Sequence[str] = ()):
+    def __init__(self, *args: Any, echoes: Sequence[Echo] = ()):
         super().__init__(*args)
         self.echoes = echoes
-        self._written = [0] * len(self.plan.jobs)
 
-    def _echo(self, index: int) -> str:
-        return self.echoes[index // self.plan.choices] if self.echoes else ""
+    def _echo(self, index: int) -> Echo:
+        return self.echoes[index // self.plan.choices] if self.echoes else Echo("", ())
 
     def begin(self, index: int) -> list[dict[str, Any]]:
-        return [self._choice(index, self._echo(index), None, None, None)] if self.echoes else []
+        echo = self._echo(index).text
+        return [self._choice(index, echo, self._prompt_logprobs(index), None, None)] if self.echoes else []
 
     def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
-        if not (delta.text or row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
+        if delta.empty and not row.finish_reason:
             return []
-        offset = len(self._echo(index)) + row.text_length - len(delta.text)
-        logprobs = None if self.plan.logprobs is None else row.completion_logprobs(delta, offset)
-        choice = self._choice(index, delta.text, logprobs, row.finish_reason, row.stop_reason)
+        choice = self._choice(index, delta.text, self._logprobs(index, row, delta), row.finish_reason, row.stop_reason)
         return [self._with_tokens(choice, row, delta)]
 
     def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
-        echo = self._echo(index)
-        logprobs = None if self.plan.logprobs is None else row.completion_logprobs(delta, len(echo))
-        choice = self._choice(index, echo + delta.text, logprobs, row.finish_reason, row.stop_reason)
-        return self._with_tokens(choice, row, delta)
+        logprobs = self._logprobs(index, row, delta)
+        if logprobs is not None and (of_prompt := self._prompt_logprobs(index)) is not None:
+            logprobs = {name: of_prompt[name] + logprobs[name] for name in logprobs}
+        text = self._echo(index).text + delta.text
+        choice = self._choice(index, text, logprobs, row.finish_reason, row.stop_reason)
+        return self._with_prompt(self._with_tokens(choice, row, delta), index)
+
+    def _logprobs(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any] | None:
+        if self.plan.logprobs is None:
+            return None
+        return row.listed.completion(delta.tokens, len(self._echo(index).text))
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any] | None:
+        """Of the tokens of an echo, where they are listed; the first has none."""
+        if self.plan.logprobs is None or not self.echoes:
+            return None
+        read = [replace(one, top=one.top[: self.plan.logprobs]) for one in self._read(index).prompt_logprobs]
+        return self.plan.listing.completion([*zip(self._echo(index).tokens, [None, *read], strict=True)])
 
     @staticmethod
     def _choice(
@@ -118,17 +156,20 @@ class ChatFormat(Format):
         return [self._chunk_choice(index, {"role": "assistant", "content": ""}, None, None, None)]
 
     def choices(self, index: int, row: RowOutput, delta: Delta) -> list[dict[str, Any]]:
-        if delta.empty and not (row.finish_reason or self.plan.logprobs is not None or self.return_tokens):
+        if delta.empty and not row.finish_reason:
             return []
         content: dict[str, Any] = {"content": delta.text} if delta.text or not row.finish_reason else {}
         content |= {"tool_calls": delta.tool_calls} if delta.tool_calls else {}
         content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
-        logprobs = None if self.plan.logprobs is None else row.chat_logprobs(delta)
+        logprobs = None if self.plan.logprobs is None else row.listed.chat(delta.tokens)
         end = (row.finish_reason, row.stop_reason)
         if not delta.tool_calls or row.finish_reason is None:
             return [self._with_tokens(self._chunk_choice(index, content, logprobs, *end), row, delta)]
         calls = self._with_tokens(self._chunk_choice(index, content, logprobs, None, None), row, delta)
         return [calls, self._chunk_choice(index, {}, None, *end)]  # clients end a call by a chunk behind it
+
+    def response(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return self._with_prompt(super().response(choices, **more), 0)
 
     def choice(self, index: int, row: RowOutput, delta: Delta) -> dict[str, Any]:
         calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.tool_calls]
@@ -139,7 +180,7 @@ class ChatFormat(Format):
         choice = {
             "index": index,
             "message": message,
-            "logprobs": None if self.plan.logprobs is None else row.chat_logprobs(delta),
+            "logprobs": None if self.plan.logprobs is None else row.listed.chat(delta.tokens),
             "finish_reason": row.finish_reason,
             "stop_reason": row.stop_reason,
         }

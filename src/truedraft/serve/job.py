@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from truedraft.engine_request import EngineRequest
-from truedraft.logprobs import TokenLogprobs
+from truedraft.logprobs import PromptLogprobs, TokenLogprobs
 from truedraft.serve.errors import ApiError
 
 State = Literal["waiting", "reading", "running", "finished"]
@@ -22,7 +22,7 @@ class Job:
     Args:
         ids: the prompt.
         settings: further arguments of `ContinuousEngine.add_request`.
-        max_tokens: most tokens to emit.
+        max_tokens: most tokens to emit; 0 where the prompt alone is to be read.
         namespace: of the request's API key.
         deadline: seconds after which the row is ended by an error; None for no limit.
         id: of the request, for the live page and the log.
@@ -71,6 +71,12 @@ class Job:
         return "running" if self.tokens else "reading" if self.request is not None else "waiting"
 
     @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
+        """Of each token of the prompt after its first, where requested; all of them once there are emitted tokens, or
+        the row has ended."""
+        return () if self.request is None else self.request.prompt_logprobs or ()
+
+    @property
     def cached_tokens(self) -> int:
         return 0 if self.request is None else self.request.cached_tokens
 
@@ -102,3 +108,20 @@ async def advances(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, int]]:
                 yield i, count
         if not all(ended):
             await changed.wait()
+
+
+async def prompts_read(jobs: Sequence[Job]) -> None:
+    """Wait until the prompts of these jobs, which have one reader, have been read.
+
+    Raises:
+        ApiError: a job ended with an error.
+    """
+    while jobs:
+        changed = jobs[0].changed
+        changed.clear()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        if all(job.tokens or job.finished for job in jobs):
+            return
+        await changed.wait()

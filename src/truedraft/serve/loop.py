@@ -179,8 +179,8 @@ class EngineLoop(threading.Thread):
             ids = torch.tensor([job.ids])
             try:
                 request = self.engine.add_request(
-                    ids, attention_mask=torch.ones_like(ids), namespace=job.namespace, max_new_tokens=job.max_tokens,
-                    **job.settings,
+                    ids, attention_mask=torch.ones_like(ids), namespace=job.namespace,
+                    max_new_tokens=max(job.max_tokens, 1), **job.settings,
                 )  # fmt: skip
             except Refused as error:
                 job.error = ApiError(503, str(error)) if isinstance(error, NoRoom) else of_refusal(error)
@@ -222,14 +222,15 @@ class EngineLoop(threading.Thread):
         if len(passes) == job.passes:
             return 0
         emission = passes[-1].emitted[0]
-        tokens, accepted = emission.tokens, emission.drafted
+        tokens = emission.tokens if job.max_tokens else []  # where only the prompt is read, the next token is dropped
+        accepted = min(emission.drafted, len(tokens))
         job.passes += 1
         job.offered += emission.offered
         job.drafted += [True] * accepted + [False] * (len(tokens) - accepted)
-        job.logprobs += (request.logprobs or ())[len(job.logprobs) :]
+        job.logprobs += (request.logprobs or ())[len(job.logprobs) :] if tokens else ()
         job.tokens += tokens
         since = job.last or now
-        if tokens:  # of a canvas, none may be known without a gap yet
+        if tokens or not job.max_tokens:  # of a canvas, none may be known without a gap yet
             job.first, job.last = job.first or now, now
         self.observer.advanced(job, len(tokens), accepted, emission.offered, now - since)
         self.queue.served(job.namespace, len(tokens))
@@ -242,7 +243,7 @@ class EngineLoop(threading.Thread):
             error = request.error
             job.error = _error_of(error)
         elif request.finish_reason in ("stop", "length"):
-            job.finish_reason = request.finish_reason
+            job.finish_reason = request.finish_reason if job.max_tokens else "length"
         else:
             job.error = ApiError(500, "the request was aborted")
 

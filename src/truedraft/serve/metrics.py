@@ -119,7 +119,7 @@ class Metrics:
             counters["vllm:spec_decode_num_accepted_tokens"] += drafted
             for depth in range(drafted):
                 self.accepted_at[min(depth, DEPTHS - 1)] += 1
-        if not tokens:
+        if not tokens and job.max_tokens:
             return
         if len(job.tokens) > tokens:
             self._observe("vllm:inter_token_latency_seconds", seconds / tokens, tokens)

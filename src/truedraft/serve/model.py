@@ -115,6 +115,11 @@ class ServedModel:
                 self._composed[spec] = registry.load("drafters", spec)
             return self._composed[spec] if before else plain
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the pass that reads a prompt gives the probabilities of its tokens."""
+        return self.fast.target.granularity is not None
+
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError where a parameter has no meaning for this model."""
 

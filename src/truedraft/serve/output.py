@@ -1,4 +1,4 @@
-"""The text of a row as it grows, and what goes with it: log-probabilities, single tokens, usage."""
+"""The text of a row as it grows, the tokens that go with it, and the usage of a request."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.serve.job import Job
+from truedraft.serve.listing import RowTokens
 from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
+from truedraft.serve.stops import CONTEXT
 from truedraft.text.tool_calls import ToolParser
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What was added to a row: text, tool calls and reasoning, and the half-open range of its tokens."""
+    """What was added to a row: text, tool calls and reasoning, and the tokens to list; see `RowTokens`."""
 
     text: str
-    start: int
-    end: int
+    tokens: range
     tool_calls: tuple[dict[str, Any], ...] = ()
     reasoning: str = ""
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.tool_calls or self.reasoning)
+        return not (self.text or self.tool_calls or self.reasoning or self.tokens)
 
 
 class RowOutput:
@@ -33,10 +34,15 @@ class RowOutput:
 
     Args:
         parser: splits the text into content, tool calls and reasoning; None where all of it is content.
+        lists: whether the response lists its tokens.
+
+    Attributes:
+        listed: its tokens, as far as they are listed.
     """
 
-    def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None):
+    def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None, lists: bool = False):
         self.model, self.plan, self.job, self._parser = model, plan, job, parser
+        self.listed, self._lists = RowTokens(plan.listing, job, job.ids[-CONTEXT:]), lists
         self._text = plan.shown.text(job.ids)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)
@@ -62,23 +68,30 @@ class RowOutput:
         start, self._read = self._read, count
         if self.prediction is not None:
             self.prediction.feed(self.job.tokens[start:count])
-        text = self._text.feed(self._visible(start, count))
+        visible = self._visible(start, count)
+        text = self._text.feed(visible)
         if self.job.finish_reason is not None and count == len(self.job.tokens):
             text += self._text.end()
             self.finish_reason = "stop" if self.stopped else self.job.finish_reason
         elif self.stopped:
             self.finish_reason = "stop"
         self.text_length += len(text)
-        return Delta(text, start, count) if self._parser is None else self._parsed(self._parser, text, start, count)
+        tokens = self._tokens(visible, count) if self._lists else range(0)
+        return Delta(text, tokens) if self._parser is None else self._parsed(self._parser, text, tokens)
 
-    def _parsed(self, parser: ToolParser, text: str, start: int, end: int) -> Delta:
+    def _tokens(self, visible: Sequence[int], count: int) -> range:
+        """The tokens to list now."""
+        ended = self.finish_reason is not None
+        return self.listed.advance(visible, count, self.text_length, ended, self.stopped)
+
+    def _parsed(self, parser: ToolParser, text: str, tokens: range) -> Delta:
         parts = [parser.feed(text), *([parser.finish()] if self.finish_reason is not None else [])]
         calls = tuple(call for part in parts for call in part.tool_calls)
         self.has_calls = self.has_calls or bool(calls)
         if self.finish_reason == "stop" and self.has_calls:
             self.finish_reason = "tool_calls"
         content, reasoning = ("".join(texts) for texts in zip(*((p.content, p.reasoning) for p in parts), strict=True))
-        return Delta(content, start, end, calls, reasoning)
+        return Delta(content, tokens, calls, reasoning)
 
     def _visible(self, start: int, end: int) -> Sequence[int]:
         """The tokens from `start` on whose text is returned: all but the stop token that ended the row."""
@@ -91,46 +104,6 @@ class RowOutput:
     @property
     def _ends(self) -> Sequence[int]:
         return self.job.settings.get("eos_token_id") or ()
-
-    def tokens(self, delta: Delta) -> list[dict[str, Any]]:
-        """The tokens of a delta, each with its text and whether it is an accepted draft."""
-        return [
-            {"id": self.job.tokens[i], "text": self._token_text(self.job.tokens[i]), "drafted": self.job.drafted[i]}
-            for i in range(delta.start, delta.end)
-        ]
-
-    def _token_text(self, token: int) -> str:
-        return str(self.model.tokenizer.decode([token]))
-
-    def chat_logprobs(self, delta: Delta) -> dict[str, Any]:
-        """`logprobs` of a choice of a chat completion."""
-        content = []
-        for i in range(delta.start, delta.end):
-            found = self.job.logprobs[i]
-            content.append(
-                self._logprob(self.job.tokens[i], found.logprob)
-                | {"top_logprobs": [self._logprob(token, value) for token, value in found.top]}
-            )
-        return {"content": content, "refusal": None}
-
-    def _logprob(self, token: int, value: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-    def completion_logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
-        """`logprobs` of a choice of a completion.
-
-        offset: characters of the choice's text before the delta.
-        """
-        texts, values, top, offsets = [], [], [], []
-        for i in range(delta.start, delta.end):
-            found = self.job.logprobs[i]
-            texts.append(self._token_text(self.job.tokens[i]))
-            values.append(found.logprob)
-            top.append({self._token_text(token): value for token, value in found.top})
-            offsets.append(offset)
-            offset += len(texts[-1])
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 def usage_of(plan: Plan, rows: Sequence[RowOutput]) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     structured_outputs: StructuredOutputs | None = None
     # of this server
     references: List[Reference] | None = None
@@ -208,7 +209,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: str | List[str] | List[TokenId] | List[List[TokenId]]
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Count | None = None

@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from truedraft.serve.constraints import Constraint, Enforced, Kind
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
+from truedraft.serve.listing import Listing
 from truedraft.serve.model import ServedModel
 from truedraft.serve.processors import OutputPenalties
 from truedraft.serve.protocol import (
@@ -25,6 +26,7 @@ from truedraft.serve.protocol import (
     TextReference,
 )
 from truedraft.serve.stops import Shown
+from truedraft.text.token_text import token_text
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API reference
@@ -43,6 +45,8 @@ class Plan:
     seed: the seed of all rows; the i-th choice of a prompt has the noise of row i of `generate(seed=seed)`.
     predicted: token ids of `prediction`; None without one.
     logprobs: likeliest tokens to return for each token; None for no log-probabilities at all.
+    prompt_logprobs: the same for `prompt_logprobs`, the list of those of the prompt.
+    listing: how tokens are listed.
     """
 
     jobs: Sequence[Job]
@@ -52,6 +56,8 @@ class Plan:
     seed: int
     predicted: Sequence[int] | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    listing: Listing
 
 
 def planned(
@@ -84,7 +90,7 @@ def planned(
     ]
     _check_copied(model, references)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
-    logprobs = _logprobs(model, body)
+    logprobs, scored = _logprobs(model, body), _scored(model, body)
     constraint = constraint_of(body, forced, around)
     shown = _shown(model, body, kept, constraint is not None)
     shared = _sampling(model, body) | _ends(model, body) | {
@@ -107,8 +113,11 @@ def planned(
                 processors.append(constrained)
                 criteria.append(enforced)
             settings = shared | {"sequence": choice, "logits_processor": processors, "stopping_criteria": criteria}
+            settings |= {"prompt_logprobs": scored} if scored is not None and choice == 0 else {}
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
-    return Plan(jobs, n, prompts, shown, seed, predicted, logprobs)
+    texts = token_text(model.tokenizer)
+    listing = Listing(texts, texts.left_out(shown.skip_special_tokens, kept))
+    return Plan(jobs, n, prompts, shown, seed, predicted, logprobs, body.prompt_logprobs, listing)
 
 
 def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None:
@@ -278,6 +287,34 @@ def _logprobs(model: ServedModel, body: GenerationBody) -> int | None:
     if most is not None and most > model.config.max_logprobs:
         raise ApiError(400, f"{name}={most}: this server allows {model.config.max_logprobs}", name)
     return most
+
+
+def _scored(model: ServedModel, body: GenerationBody) -> int | None:
+    """Likeliest tokens to compute for each token of the prompts, whose log-probabilities are those of the first choice
+    of each; None where none are asked for.
+
+    Raises:
+        ApiError: there are none of this model's prompts, there are fewer, or they cannot be streamed.
+    """
+    echoed = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+    counts = {name: n for name, n in (("prompt_logprobs", body.prompt_logprobs), ("echo", echoed)) if n is not None}
+    for name in counts:
+        if not model.scores_prompts:
+            raise ApiError(
+                400, f"{name} asks for log-probabilities of the prompt, which the encoder of this model reads without "
+                "any: leave it out", name, "unsupported_parameter",
+            )  # fmt: skip
+    if (given := body.prompt_logprobs) is not None:
+        if given > model.config.max_logprobs:
+            raise ApiError(
+                400, f"prompt_logprobs={given}: this server allows {model.config.max_logprobs}", "prompt_logprobs"
+            )
+        if body.stream:
+            raise ApiError(
+                400, "prompt_logprobs belong to a whole response, and stream=true sends none: leave one of them out",
+                "prompt_logprobs",
+            )  # fmt: skip
+    return max(counts.values(), default=None)
 
 
 def documents_of(model: ServedModel, reference: Reference, namespace: str, index: int) -> list[int]:

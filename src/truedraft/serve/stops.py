@@ -54,11 +54,8 @@ class Shown:
     def _marks(self) -> dict[int, str]:
         """A mark in the text for each special token that it leaves out, if its name occurs in a stop string."""
         texts = token_text(self.tokenizer)
-        hidden = texts.special if self.skip_special_tokens else ()
-        names = {
-            id: texts.added[id] for id in sorted(hidden) if texts.added.get(id) and texts.added[id] not in self.kept
-        }
-        found = [id for id, name in names.items() if any(name in string for string in self.stop)]
+        hidden = sorted(texts.left_out(self.skip_special_tokens, self.kept) & texts.added.keys())
+        found = [id for id in hidden if any(texts.added[id] in string for string in self.stop)]
         return {id: chr(MARKS + i) for i, id in enumerate(found)}
 
     @cached_property

@@ -249,8 +249,7 @@ class Target(Protocol):
         own forward for long prompts (`prefill`) would round differently.
 
         Returns:
-            By piece: logits (1, 1, V) of its last position where that ends the prompt, and hidden states of all its
-            positions.
+            By piece: logits (1, `piece.scores`, V) of its last positions, and hidden states of all its positions.
         """
 
     def activate(self, slot: int) -> int:

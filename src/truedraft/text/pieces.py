@@ -37,7 +37,7 @@ class Pieces:
         continues: bool = False,
     ):
         texts = token_text(tokenizer)
-        self._left_out = {id for id in texts.special if texts.added.get(id) not in kept} if skip_special_tokens else ()
+        self._left_out = texts.left_out(skip_special_tokens, kept)
         shown = [id for id in context if id not in self._left_out]
         self._marks = marks or {}
         self._reader: _ByteReader | _WindowReader = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,36 @@ class TokenText:
         if begins and self.drops_space:
             found = found.removeprefix(b" ")
         return found.decode(errors="replace")
+
+    def at(self, token: int, begins: bool) -> bytes:
+        """What a token contributes to a text at a place; begins: whether it begins the text."""
+        found = self.bytes_of(token)
+        return found.removeprefix(b" ") if begins and self.drops_space else found
+
+    def name(self, token: int, begins: bool = False) -> str:
+        """What a token is called at a place, so that it differs from others: its text there; of a special token its
+        content; of a part of a character its bytes, as OpenAI's API writes them (`bytes:\\xe2\\x98`); and of a token
+        without a text its id (`token_id:7`).
+        """
+        if token in self.special:
+            return self.added.get(token) or numbered(token)
+        found = self.at(token, begins)
+        try:
+            return found.decode() if self.bytes_of(token) else numbered(token)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(map(_printed, found))
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """The names of the tokens of a text. Special ones count as none of it: the space of a first word is dropped
+        after them too."""
+        first = next((i for i, t in enumerate(tokens) if t not in self.special and self.bytes_of(t)), len(tokens))
+        return [self.name(token, begins=i <= first) for i, token in enumerate(tokens)]
+
+    def left_out(self, skip_special_tokens: bool, kept: Collection[str] = ()) -> frozenset[int]:
+        """The special tokens that texts are shown without; `kept` are shown, by their contents."""
+        if not skip_special_tokens:
+            return frozenset()
+        return frozenset(token for token in self.special if self.added.get(token) not in kept)
 
     def spelled(self, text: str) -> list[int] | None:
         """Tokens that are no special ones and whose bytes, in the middle of a text, are this text: those of the
@@ -200,6 +230,15 @@ class TokenText:
         if backend is None:
             return [self._decode(tokens) for tokens in texts]
         return list(backend.decode_batch(texts, skip_special_tokens=False))
+
+
+def numbered(token: int) -> str:
+    """The name of a token by its id, as vLLM writes it."""
+    return f"token_id:{token}"
+
+
+def _printed(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
 
 
 def _decoder(backend: object) -> str:

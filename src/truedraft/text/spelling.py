@@ -1,0 +1,98 @@
+"""A text as its tokens spell it: for each token the bytes that it adds to the text, and its place there."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from truedraft.text.token_text import TokenText
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A token of a text.
+
+    begins: whether no token with a text is before it, so that a tokenizer may drop its space.
+    bytes: what it adds to the text, in UTF-8.
+    text: the characters that it completes.
+    start: characters that are complete before it. end: those that are complete once each of its bytes is in one.
+    """
+
+    token: int
+    begins: bool
+    bytes: bytes
+    text: str
+    start: int
+    end: int
+
+    def cut(self, length: int) -> Spelled:
+        """The token in a text of which only the first `length` characters are left."""
+        if self.end <= length:
+            return self
+        text = self.text[: max(length - self.start, 0)]
+        return replace(self, bytes=text.encode(), text=text, start=min(self.start, length), end=length)
+
+
+class Spelling:
+    """A growing text, token by token; the bytes of its tokens concatenate to it.
+
+    Args:
+        texts: of its tokenizer.
+        left_out: tokens that add nothing, see `TokenText.left_out`.
+        context: tokens of the text that these continue.
+
+    Attributes:
+        tokens: those of the text so far.
+    """
+
+    def __init__(self, texts: TokenText, left_out: Collection[int] = (), context: Iterable[int] = ()):
+        self.tokens: list[Spelled] = []
+        self._texts, self._left_out = texts, left_out
+        self._begins = not any(map(self._adds, context))
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Add the tokens that follow."""
+        for token in tokens:
+            self._add(token, self.bytes_of(token, self._begins))
+            self._begins = self._begins and not self._adds(token)
+
+    def add_silent(self, tokens: Iterable[int]) -> None:
+        """Add tokens that are no part of the text, such as the one that ended it."""
+        for token in tokens:
+            self._add(token, b"")
+
+    def end(self) -> None:
+        """No tokens follow: an incomplete character becomes a replacement character, of the last token."""
+        if rest := self._decoder.decode(b"", True):
+            last = self.tokens[-1]
+            self.tokens[-1] = replace(last, text=last.text + rest)
+
+    def bytes_of(self, token: int, begins: bool) -> bytes:
+        """What a token adds to the text, or would add; `begins` as in `Spelled`."""
+        return b"" if token in self._left_out else self._texts.at(token, begins)
+
+    def _adds(self, token: int) -> bool:
+        return token not in self._left_out and bool(self._texts.bytes_of(token))
+
+    def _add(self, token: int, added: bytes) -> None:
+        start, text = self._length, self._decoder.decode(added)
+        self._length += len(text)
+        incomplete = bool(added and self._decoder.getstate()[0])
+        self.tokens.append(Spelled(token, self._begins, added, text, start, self._length + incomplete))
+
+
+def spelled(texts: TokenText, tokens: Sequence[int], text: str) -> list[Spelled]:
+    """The tokens of a given text; special ones add to it only where it has them."""
+    spelling = Spelling(texts)
+    at = 0
+    for token in tokens:
+        if token in texts.special and not text.startswith(texts.name(token), at):
+            spelling.add_silent([token])
+        else:
+            spelling.add([token])
+        at = spelling.tokens[-1].end
+    spelling.end()
+    return [one.cut(len(text)) for one in spelling.tokens]
