@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import truedraft
 from models import V, tiny
 from nets import EVERY, RULES, drafter, generated
+from tokenizers_for_tests import tokenizer_of
 from truedraft import Refused
 from truedraft.chance import PositionNoise
 from truedraft.serve.constraints import Constraint, Constraints, Kind
 from truedraft.serve.processors import OutputPenalties
+from truedraft.serve.stops import OutputText
+from truedraft.text.pieces import Pieces
+from truedraft.text.token_text import token_text
 from truedraft.tree import Row
 
 pytest.importorskip("llguidance")
@@ -385,40 +390,173 @@ def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatc
     assert allowed(one, [letter]) == [END] and allowed(other, []) == [letter]
 
 
-def word_pieces() -> PreTrainedTokenizerFast:
-    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##n": 2}, unk_token="[UNK]"))
-    pieces.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=pieces)
+@cache
+def constraints_of(kind: str) -> Constraints:
+    found = tokenizer_of(kind)
+    return Constraints(found, len(found), [found.eos_token_id])
 
 
-def sentence_pieces() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁ant", "an", "▁an", "▁t"]
-    merges = [("a", "n"), ("▁", "an"), ("▁", "t")]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    pieces = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
-    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    pieces.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>")
+STRANGE = ["<|stop|>", "a</s>b", "</s>", "x<s>", "<unk><|stop|>y", "<|end|>one day"]  # special tokens of some tokenizer
+DEFINED: dict[Kind, Any] = {
+    "choice": lambda text: [text],
+    "regex": lambda text: re.escape(text) + "[ab]?",
+    "json_schema": lambda text: {"const": {text: [text]}},
+    "grammar": lambda text: f"start: {json.dumps(text)} /[ab]{{1,2}}/",
+}
+LANGUAGE: dict[Kind, Any] = {
+    "choice": lambda text: re.escape(text),
+    "regex": lambda text: re.escape(text) + "[ab]?",
+    "json_schema": lambda text: "(?s).*",
+    "grammar": lambda text: re.escape(text) + "[ab]{1,2}",
+}
+
+
+def walked(kind: str, constraint: Constraint, seed: int) -> list[int]:
+    """An output of tokens drawn at random from those that are allowed, with its end."""
+    size, end, output = len(tokenizer_of(kind)), tokenizer_of(kind).eos_token_id, list[int]()
+    pick = torch.Generator().manual_seed(seed)
+    while end not in output:
+        scores = torch.randn(1, size, generator=pick)
+        found = constraint(torch.tensor([output], dtype=torch.long), scores)[0]  # type: ignore[arg-type]
+        assert found.isfinite().sum() < size / 2, "the constraint holds at every place"
+        output.append(int(found.argmax()))
+    return output
+
+
+@pytest.mark.parametrize("kind", ["nano", "byte-level", "sentencepiece", "stories260K", "neox"])
+@pytest.mark.parametrize("form", DEFINED)
+def test_texts_that_look_like_special_tokens_are_spelled_by_others(kind: str, form: Kind) -> None:
+    tokenizer, first = tokenizer_of(kind), tokenizer_of(kind).encode("the day", add_special_tokens=False)
+    for text in STRANGE:
+        definition = DEFINED[form](text)
+        for seed in range(2):
+            ids = walked(kind, constraints_of(kind).processor(form, definition, 0), seed)[:-1]
+            for skip in (True, False):
+                whole = tokenizer.decode([*first, *ids], skip_special_tokens=skip)
+                read = whole.removeprefix(tokenizer.decode(first))
+                assert re.fullmatch(LANGUAGE[form](text), read), (read, ids)
+                assert form != "json_schema" or json.loads(read) == definition["const"]
+            enforced = constraints_of(kind).enforced(form, definition, 0)
+            assert not enforced(torch.tensor([[*ids, tokenizer.eos_token_id]]), None).item()  # type: ignore[arg-type]
 
 
 def test_tokenizers() -> None:
-    """Byte-level (above, and embedded), and one converted from sentencepiece; what cannot be read is refused."""
-    found = Constraints(sentence_pieces(), 400, [1]).processor("choice", ["an ant", "é"], 0)
-    ids = list[int]()
-    while 1 not in ids:
-        scores = found(torch.tensor([ids], dtype=torch.long), torch.arange(400.0)[None])[0]  # type: ignore[arg-type]
-        ids.append(int(scores.argmax()))
-    assert sentence_pieces().decode(ids[:-1]) == "an ant"
-    _, nano = truedraft.loading.load("nano")
-    choice = Constraints(nano, 4096, [nano.eos_token_id]).processor("choice", ["Ünique 🎈"], 0)
-    for end in range(5):
-        scores = choice(torch.tensor([nano.encode("Ünique 🎈")[1 : 1 + end]]).long(), torch.zeros(1, 4096))  # type: ignore[arg-type]
-        assert scores.isfinite().any() and not scores.isfinite().all()
-    with pytest.raises(Refused, match=r"cannot read the .* decoder type.*leave constraints out"):
-        Constraints(word_pieces(), 3, [1])
+    """Characters of several bytes; those that no token stands for, and tokens without a text of their own, are refused
+    before anything is computed."""
+    for kind, text in (
+        ("sentencepiece", "é🙂"),
+        ("nano", "Ünique 🎈"),
+        ("babyllama", "one day"),
+        ("unigram", "漢字 🐈"),
+    ):
+        ids = walked(kind, constraints_of(kind).processor("choice", [text], 0), 1)[:-1]
+        assert token_text(tokenizer_of(kind)).text(ids) == text
+    for kind, definition, why in (
+        ("babyllama", ["one", "日本"], "'日'"), ("unigram", ["Ω"], "'Ω'"), ("unigram", ["one", "day;"], "';'"),
+    ):  # fmt: skip
+        with pytest.raises(Refused, match=f"choice demands {why} that no token of this model stands for"):
+            constraints_of(kind).processor("choice", definition, 0)
+    with pytest.raises(Refused, match="json_schema demands .* that no token"):
+        constraints_of("unigram").processor("json_schema", {"const": {"a": "日本語Ω"}}, 0)
+    with pytest.raises(Refused, match=r"regex demands a character that no token"):
+        constraints_of("unigram").processor("regex", "%%%", 0)
+    with pytest.raises(Refused, match=r"depends on their neighbours: leave constraints out"):
+        constraints_of("wordpiece")
     with pytest.raises(Refused, match="set eos_token_id"):
         Constraints(tokenizer(), V, [])
+
+
+def test_a_text_within_another_is_constrained_where_it_begins() -> None:
+    """As after reasoning: anything up to a tag, then what the definition constrains, in every kind."""
+    around = 'start: thought "\\n"~0..2 @body\nthought[lazy]: TEXT "</think>"\nTEXT: /(.|\\n)*/\n'
+    found = tokenizer_of("nano")
+    for form, definition, inside, outside in (
+        ("choice", ["yes", "no"], "no", "maybe"),
+        ("json_schema", {"enum": [1, 22]}, "22", "2 2"),
+        ("regex", "a{2,3}", "aaa", "ab"),
+        ("grammar", 'start: "x" | "y"', "y", "z"),
+        ("json_object", None, '{"a": 1}', "{1"),
+    ):
+        for thought in ("well </thinking", ""):
+            for text, whole in ((inside, True), (outside, False)):
+                enforced = constraints_of("nano").enforced(form, definition, 0, around)  # type: ignore[arg-type]
+                ids = torch.tensor(
+                    [[*found.encode(f"{thought}</think>\n{text}", add_special_tokens=False), found.eos_token_id]]
+                )
+                if whole:
+                    assert not enforced(ids, None).item()  # type: ignore[arg-type]
+                else:
+                    with pytest.raises(Refused):
+                        enforced(ids, None)  # type: ignore[arg-type]
+
+
+def test_nothing_is_emitted_that_the_grammar_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose constraint gets lost, for whatever reason, fails; its neighbours go on."""
+    whole = texts("plain", SCHEMAS["object"], [3])[0]
+    mask = Constraint._mask
+    monkeypatch.setattr(Constraint, "_mask", lambda self, output: None if len(output) > 4 else mask(self, output))
+    with truedraft.accelerate(model(), draft="prompt-lookup", control="fixed").engine(
+        max_rows=2, max_tokens=128
+    ) as engine:
+        lost, other = (
+            engine.add_request(
+                torch.tensor(PROMPT), max_new_tokens=40, do_sample=True, top_k=0, seed=3, eos_token_id=END,
+                pad_token_id=0, **given,
+            )
+            for given in (
+                {"logits_processor": [processor("json_schema", SCHEMAS["object"], 8)],
+                 "stopping_criteria": [constraints().enforced("json_schema", SCHEMAS["object"], 8)]},
+                {},
+            )
+        )  # fmt: skip
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert lost.finish_reason == "error" and other.finish_reason in ("stop", "length") and len(whole) > 5
+    with pytest.raises(Refused, match="the constraint could not be followed any further"):
+        lost.result()
+
+
+def test_a_text_may_end_by_a_further_token_only_where_the_grammar_ends() -> None:
+    """A token of `stop_token_ids`: elsewhere it is excluded, and what cannot do without it fails."""
+    a, b, d, e, i = tokenizer().convert_tokens_to_ids(["a", "b", "d", "e", "i"])
+    constraint = constraints().processor("regex", "(be|id|a)", 0, stops=[d, e])
+    assert allowed(constraint, []) == sorted([a, b, i])
+    assert allowed(constraint, [a]) == sorted([END, d, e])
+    assert allowed(constraint, [b]) == [e], "as the grammar has nothing else there"
+    with pytest.raises(Refused, match="ended before its constraint allowed it to: leave out stop_token_ids"):
+        constraints().enforced("regex", "(be|id|a)", 0, stops=[e])(torch.tensor([[b, e]]), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("string", "keep", "fails"), [
+    ("n", False, True), ("an a", False, True), (" and", False, False), (" and", True, True), ("zz", False, False),
+])  # fmt: skip
+def test_a_stop_string_may_end_a_text_only_where_the_grammar_ends(string: str, keep: bool, fails: bool) -> None:
+    ids = tokenizer_of("nano").encode("an and an", add_special_tokens=False)
+    text = OutputText(Pieces(tokenizer_of("nano"), ids), [string], keep)
+    enforced = constraints_of("nano").enforced("choice", ["an", "an and an"], 0, text=text)
+    if fails:
+        with pytest.raises(Refused, match=f"stop='{string}' would end the text before its constraint allows"):
+            enforced(torch.tensor([ids]), None)  # type: ignore[arg-type]
+    else:
+        assert not enforced(torch.tensor([ids]), None).item()  # type: ignore[arg-type]
+
+
+def test_a_least_length_that_the_grammar_has_no_text_of_fails() -> None:
+    with truedraft.accelerate(model(), draft=None).engine(max_rows=1, max_tokens=64) as engine:
+        for least, fails in ((2, False), (3, True)):
+            request = engine.add_request(
+                torch.tensor(PROMPT), max_new_tokens=9, min_new_tokens=least, do_sample=False, eos_token_id=END,
+                pad_token_id=0, logits_processor=[processor("regex", "zz", len(PROMPT))],
+                stopping_criteria=[constraints().enforced("regex", "zz", len(PROMPT), least=least)],
+            )  # fmt: skip
+            while engine.has_unfinished_requests():
+                engine.step()
+            assert fails or len(request.result()) == 3
+            if fails:
+                with pytest.raises(
+                    Refused, match=r"min_tokens=3 cannot be kept, since the constraint allows no more than"
+                ):
+                    request.result()
 
 
 def test_without_the_library_constraints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def test_every_registered_drafter_and_preset_has_its_cases() -> None:
 # package -> the packages of truedraft that it may import from; the engine imports contracts only
 ALLOWED = {
     # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
-    # that runs targets; caches: of such modules; canvas: the passes of diffusion models
-    "drafters": {"assets", "registry", "runtime", "caches", "views", "canvas"}
+    # that runs targets; caches: of such modules; canvas: the passes of diffusion models; text: the bytes of tokens
+    "drafters": {"assets", "registry", "runtime", "caches", "views", "canvas", "text"}
     | {"tree", "tree_shape", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},

@@ -18,7 +18,7 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import CompletionBody
 from truedraft.serve.settings import planned
-from truedraft.serve.stops import StopStrings
+from truedraft.serve.stops import OutputText, StopStrings
 from truedraft.text.pieces import Pieces
 
 TEXTS = [
@@ -74,7 +74,7 @@ def cases(tokenizer: Any) -> Iterator[tuple[list[int], list[int], list[str]]]:
 def test_a_row_ends_with_the_token_that_completes_a_stop_string(kind: str) -> None:
     tokenizer, ends = trained(kind), []
     for prompt, output, stops in cases(tokenizer):
-        criterion = StopStrings(Pieces(tokenizer, prompt, True), stops, len(prompt))
+        criterion = StopStrings(OutputText(Pieces(tokenizer, prompt, True), stops), len(prompt))
         found = None
         for n in range(1, len(output) + 1):
             ids: Any = torch.tensor([[*prompt, *output[:n]]])
@@ -92,7 +92,7 @@ def test_rows_of_requests_with_stop_strings_do_not_advance_in_lockstep() -> None
     model, tokenizer = load("nano")
     fast = truedraft.accelerate(model, tokenizer)
     ids = torch.tensor([tokenizer("one day, a little girl").input_ids])
-    criterion = StopStrings(Pieces(tokenizer, ids[0].tolist(), True), ["she"], ids.shape[1])
+    criterion = StopStrings(OutputText(Pieces(tokenizer, ids[0].tolist(), True), ["she"]), ids.shape[1])
     with fast.engine(max_rows=1, max_tokens=96) as engine:
         request = engine.add_request(
             ids, max_new_tokens=60, do_sample=False, stopping_criteria=StoppingCriteriaList([criterion])

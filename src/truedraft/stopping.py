@@ -55,7 +55,7 @@ class Stops:
             scores = None if self.laws.scores is None else tuple(self.laws.scores)
             ended = self.criteria(self.history.batch(rows[0].step), scores).tolist()
         else:
-            ended = [row.tokens[-1] in self.eos or row.step == self.steps or self.met(row) for row in rows]
+            ended = [self.met(row) or row.tokens[-1] in self.eos or row.step == self.steps for row in rows]
         for row, end in zip(rows, ended, strict=True):
             if end and row.end is None:
                 row.end = len(row.tokens)

@@ -17,7 +17,7 @@ from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts,
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
 from truedraft.loading import check, kind_of
-from truedraft.text.pieces import Pieces
+from truedraft.text.pieces import Pieces, whole_text
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
@@ -170,7 +170,7 @@ class Output:
     def write(self, fast: Accelerated, rows: Sequence[list[int]]) -> int:
         """Print the texts, unless streamed, and the figures; returns the exit code."""
         report = fast.report()
-        texts = [fast.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]  # type: ignore[union-attr]
+        texts = [whole_text(fast.tokenizer, ids) for ids in rows]  # type: ignore[arg-type]
         if self.as_json:
             one = len(rows) == 1
             result = {"text": texts[0] if one else texts, "token_ids": rows[0] if one else rows}

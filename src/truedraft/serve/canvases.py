@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import StoppingCriteria
@@ -14,6 +14,7 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.errors import ApiError
 from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import GenerationBody
+from truedraft.serve.stops import Shown
 
 PREFIX = "positions of a diffusion model are not fixed from left to right, so there is no prefix that it could read"
 COPIED = "diffusion models copy from no texts"
@@ -61,7 +62,5 @@ class ServedCanvas(ServedModel):
                 "unsupported_parameter",
             )  # fmt: skip
 
-    def stops(
-        self, prompt: Sequence[int], strings: Sequence[str], skip_special_tokens: bool, kept: Collection[str]
-    ) -> StoppingCriteria:
-        return OutputStrings(self.tokenizer, list(strings), len(prompt))
+    def stops(self, prompt: Sequence[int], shown: Shown) -> StoppingCriteria:
+        return OutputStrings(self.tokenizer, list(shown.stop), len(prompt))

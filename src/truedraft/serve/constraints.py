@@ -7,41 +7,46 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import Lock
 from typing import Any, Literal
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor
+from torch import BoolTensor, FloatTensor, LongTensor, Tensor, tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.sampling import RowwiseProcessor
+from truedraft.serve.stops import OutputText
+from truedraft.stopping import RowwiseCriterion
+from truedraft.text.token_text import TokenText, token_text
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 # What JSON may have between its tokens is what programs write there: nothing, a space, or a line break and indentation.
 # Unbounded whitespace, which the standard allows, would let a model emit nothing else without end.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,64}"
-SAMPLE = '{"name": [1, 2.5e3, true, null], "a key": "One day, a \\"word\\"\\n"}'
+MARKER = b"\xff"  # which no text has, and the library marks special tokens with
 
 
 class Constraint(RowwiseProcessor):
-    """Sets the scores of tokens that a grammar does not allow next to -inf; ends of text are allowed where it may end.
+    """Sets the scores of tokens that a grammar does not allow next to -inf; ends of text are allowed if it may end.
 
-    It has precedence over the processors before it: where these exclude all that the grammar allows (a least length
-    after the last brace), what it allows has score 0. After a draft that the grammar forbids, and after an end of text,
-    scores stay as they are. Text that the grammar forces is allowed in the tokenizer's own tokens only.
+    It has precedence over the processors before it: if these exclude all that the grammar allows, what it allows has
+    score 0. After a draft that the grammar forbids, and after an end of text, scores stay as they are; `Enforced`
+    makes sure that neither is ever emitted. Text that the grammar forces is allowed in the tokenizer's own tokens only.
 
-    Raises Refused, at a call, where the parser reaches one of its limits.
+    Raises Refused, at a call, if the parser reaches one of its limits.
 
     Args:
         matcher: an `LLMatcher` at its start, for this processor alone.
         ends: the tokens that end a text.
         prompt: tokens of the prompt, padding included, which are not constrained.
+        stops: further tokens that end this text, which are allowed if it may end, and nowhere else.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int):
-        self._start, self._ends, self._prompt = matcher, ends, prompt
+    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int] = ()):
+        self._start, self._ends, self._prompt = matcher, ends.union(stops), prompt
+        self._stops, self._any_end = sorted(self._ends - ends), min(ends)
         self._matcher, self._consumed = matcher.deep_copy(), list[int]()
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
@@ -60,11 +65,19 @@ class Constraint(RowwiseProcessor):
         """(V,) scores after the tokens of an output."""
         if not self._ends.isdisjoint(output) or (mask := self._mask(output)) is None:
             return scores
-        excluded = ~_bits(mask, len(scores)).to(scores.device)
+        excluded = ~self._with_stops(_bits(mask, len(scores))).to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
             constrained = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
         return constrained
+
+    def _with_stops(self, allowed: Tensor) -> Tensor:
+        """(V,) what is allowed, stop tokens like an end of text; as it is where that would leave nothing."""
+        if not self._stops:
+            return allowed
+        found = allowed.clone()
+        found[self._stops] = allowed[self._any_end]
+        return found if found.any() else allowed
 
     def _mask(self, output: list[int]) -> bytes | None:
         """A bit for each token, whether it may follow an output; None where the grammar does not allow the output."""
@@ -86,6 +99,70 @@ class Constraint(RowwiseProcessor):
         count = self._matcher.try_consume_tokens(output[same:])
         self._consumed = output[: same + count]
         return len(self._consumed) == len(output) and not self._matcher.is_error()
+
+
+class Enforced(RowwiseCriterion):
+    """Ends no row, but fails one whose emitted text the grammar does not allow, or that ends before it may.
+
+    No row should; this holds whatever the processors, the rule, the drafter or the parser do.
+
+    Args:
+        matcher: an `LLMatcher` at its start, for this criterion alone.
+        ends: the tokens that end the text.
+        prompt: tokens of the prompt.
+        least: tokens that the text must have before its end.
+        text: reads the text up to a stop string; None if there are no stop strings.
+        spelled: the tokens of a text.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        ends: frozenset[int],
+        prompt: int,
+        least: int = 0,
+        text: OutputText | None = None,
+        spelled: Callable[[str], list[int] | None] = lambda text: None,
+    ):
+        self._start, self._matcher, self._ends, self._prompt = matcher, matcher.deep_copy(), ends, prompt
+        self._least, self._text, self._spelled = least, text, spelled
+        self._read, self._whole = prompt, ""
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor, **kwargs: Any) -> BoolTensor:
+        """(1,) False. input_ids: (1, length) prompt and output.
+
+        Raises:
+            Refused: the text is not that of the grammar, or ends where it may not.
+        """
+        for token in input_ids[0, self._read :].tolist():
+            self._read += 1
+            self._add(token)
+        return tensor([False])  # type: ignore[return-value]
+
+    def _add(self, token: int) -> None:
+        count = self._read - self._prompt
+        if token in self._ends:
+            if not self._matcher.is_accepting():
+                raise Refused("the text ended before its constraint allowed it to: leave out stop_token_ids")
+            if count <= self._least:
+                raise Refused(
+                    f"min_tokens={self._least} cannot be kept, since the constraint allows no more than {count - 1} "
+                    "tokens here: lower min_tokens, or leave the constraint out"
+                )
+        elif self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
+            raise Refused("the constraint could not be followed any further: simplify it, or leave it out")
+        elif self._text is not None:
+            self._whole += self._text.feed([token])
+            if self._text.found is not None and not self._allows(self._whole):
+                raise Refused(
+                    f"stop={_short(self._text.found)} would end the text before its constraint allows it to: "
+                    "leave this stop string or the constraint out"
+                )
+
+    def _allows(self, text: str) -> bool:
+        """Whether a text is a whole one of the grammar."""
+        matcher, tokens = self._start.deep_copy(), self._spelled(text)
+        return tokens is not None and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 class Constraints:
@@ -114,33 +191,72 @@ class Constraints:
     ):
         if not ends:
             raise Refused("a constrained text ends with an end-of-text token, and the model has none: set eos_token_id")
+        self._texts = token_text(tokenizer)
         self._tokens, self._ends = _tokens_of(tokenizer, vocabulary, list(ends)), frozenset(ends)
         self._length, self._depth, self._kept = length, depth, kept
-        self._compiled: OrderedDict[tuple[Kind, str], Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Kind, str, str | None], Any] = OrderedDict()
         self._lock = Lock()
 
-    def processor(self, kind: Kind, definition: Any, prompt: int) -> Constraint:
-        """A processor for one request; compiles the grammar in the calling thread (milliseconds to a second).
+    def processor(
+        self, kind: Kind, definition: Any, prompt: int, around: str | None = None, stops: Collection[int] = ()
+    ) -> Constraint:
+        """A processor for one row; compiles the grammar in the calling thread (milliseconds to a second).
 
         Args:
             kind: "json_object" (definition: None), "json_schema" (a dict), "regex" (text), "choice" (a list of texts),
                 "grammar" (text: Lark or GBNF).
             prompt: tokens of the request's prompt.
+            around: a grammar in Lark of the whole text, in which `@body` is what the definition constrains; None if
+                that is the whole text.
+            stops: tokens that end the text besides ends of text.
 
         Raises:
             Refused: the definition is invalid, too large, or cannot be enforced whole.
         """
+        return Constraint(self._compile(kind, definition, around), self._ends, prompt, stops)
+
+    def enforced(
+        self,
+        kind: Kind,
+        definition: Any,
+        prompt: int,
+        around: str | None = None,
+        stops: Collection[int] = (),
+        least: int = 0,
+        text: OutputText | None = None,
+    ) -> Enforced:
+        """The criterion that goes with the processor of the same arguments.
+
+        least, text: as in `Enforced`.
+        """
+        matcher = self._compile(kind, definition, around)
+        return Enforced(matcher, self._ends.union(stops), prompt, least, text, self._texts.spelled)
+
+    def _compile(self, kind: Kind, definition: Any, around: str | None) -> Any:
         text = self._text(kind, definition)
+        key = (kind, text, around)
         with self._lock:
-            matcher = self._compiled.get((kind, text))
+            matcher = self._compiled.get(key)
         if matcher is None:
-            matcher = self._matcher(kind, text)
+            matcher = self._matcher(kind, text, around)
+            self._check_spelled(kind, definition, matcher)
         with self._lock:
-            self._compiled[kind, text] = matcher
-            self._compiled.move_to_end((kind, text))
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
             while len(self._compiled) > self._kept:
                 self._compiled.popitem(last=False)
-        return Constraint(matcher, self._ends, prompt)
+        return matcher
+
+    def _check_spelled(self, kind: Kind, definition: Any, matcher: Any) -> None:
+        """Raises Refused if the tokenizer cannot spell what the grammar forces first, or a character that it names."""
+        if self._texts.spells_all:
+            return
+        named = {character for text in _texts_in(definition) for character in text}
+        named = named if kind == "choice" else {c for c in named if not c.isascii()}  # others have a syntax, of ASCII
+        lacking = [character for character in sorted(named) if self._texts.spelled(character) is None]
+        if lacking or self._tokens.vocab_size - 1 in matcher.compute_ff_tokens():
+            what = f"{lacking[0]!r}" if lacking else "a character"
+            raise Refused(f"{kind} demands {what} that no token of this model stands for: change it")
 
     def _text(self, kind: Kind, definition: Any) -> str:
         """The definition as text, within the limits."""
@@ -161,7 +277,7 @@ class Constraints:
             raise Refused(f"{kind} has {len(text)} characters: give at most {self._length}")
         return text
 
-    def _matcher(self, kind: Kind, text: str) -> Any:
+    def _matcher(self, kind: Kind, text: str, around: str | None) -> Any:
         """A parser at its start, whose first tokens have been computed."""
         import llguidance
 
@@ -173,6 +289,8 @@ class Constraints:
             else:
                 formats: dict[str, Any] = {"regex": "regex", "choice": "choice", "grammar": "grammar"}
                 grammar = llguidance.grammar_from(formats[kind], text)
+            if around is not None:
+                grammar = _within(around, grammar)
             _, problems = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
         except ValueError as error:
             problems = [str(error)]
@@ -185,23 +303,69 @@ class Constraints:
         raise Refused(f"{kind} cannot be enforced, since llguidance reports {_reason(problems[0])!r}: change it")
 
 
+class OrdinaryTokens:
+    """A vocabulary as llguidance reads it: what each token adds to a text, and how texts are spelled.
+
+    The library would read text that looks like a special token as that token, which its parser then cannot follow; here
+    such text is spelled by other tokens. Tokens that end texts, and special ones, are no part of any text. After the
+    model's tokens there is one more, for characters that they cannot spell.
+
+    Args:
+        texts: of the tokenizer.
+        size: of the model's vocabulary.
+        ends: the tokens that end a text.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, texts: TokenText, size: int, ends: Sequence[int]):
+        self._texts, self.eos_token_id, self._missing = texts, ends[0], size
+        self.special_token_ids = [*sorted(token for token in texts.special.union(ends) if token < size), size]
+        self.tokens = [*(b"" if MARKER in data else data for data in texts.vocabulary(size)), b""]
+        for token in self.special_token_ids:
+            self.tokens[token] = self.tokens[token] or f"<[{token}]>".encode()
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text, up to a character that no token stands for, if it has one; in its place is a token
+        that the model does not have."""
+        tokens = self._texts.spelled(text)
+        if tokens is not None:
+            return tokens
+        end = next(i for i, character in enumerate(text) if self._texts.spelled(character) is None)
+        return [*(self._texts.spelled(text[:end]) or ()), self._missing]
+
+
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> Any:
     """The library's `LLTokenizer` of a tokenizer."""
     try:
         import llguidance
-        import llguidance.hf
     except ImportError:
         raise Refused("constraints need llguidance: pip install 'truedraft[serve]'") from None
-    name = type(tokenizer).__name__
-    try:
-        tokens = llguidance.hf.from_tokenizer(tokenizer, max(vocabulary, len(tokenizer)), ends)  # type: ignore[arg-type]
-    except Exception as error:  # the library raises what its parsers raise
-        raise Refused(f"llguidance cannot read the {name} ({_reason(str(error))}): leave constraints out") from None
-    ids = tokenizer.encode(SAMPLE, add_special_tokens=False)
-    read, text = tokens.decode_bytes(ids).decode("utf-8", "replace"), tokenizer.decode(ids)
-    if read.strip() != str(text).strip():
-        raise Refused(f"llguidance reads the tokens of the {name} as other text ({read!r}): leave constraints out")
-    return tokens
+    texts, name = token_text(tokenizer), type(tokenizer).__name__
+    if not texts.concatenates:
+        raise Refused(
+            f"a constraint needs tokens that have a text of their own, and that of tokens of the {name} depends on "
+            "their neighbours: leave constraints out"
+        )
+    size = max(vocabulary, texts.size)
+    return llguidance.LLTokenizer(OrdinaryTokens(texts, size, ends), eos_token=ends)  # type: ignore[arg-type]
+
+
+def _within(around: str, grammar: str) -> str:
+    """A grammar of llguidance within another one, in Lark, that refers to it as `@body`."""
+    whole = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": around}, {**whole, "name": "body"}]})
+
+
+def _texts_in(definition: Any) -> Iterator[str]:
+    """All texts of a value of JSON."""
+    if isinstance(definition, str):
+        yield definition
+    elif isinstance(definition, dict | list):
+        parts = [*definition, *definition.values()] if isinstance(definition, dict) else definition
+        for part in parts:
+            yield from _texts_in(part)
 
 
 def _bits(mask: bytes, count: int) -> Tensor:

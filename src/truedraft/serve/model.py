@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -23,10 +23,8 @@ from truedraft.serve.config import ServeConfig
 from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 from truedraft.serve.protocol import GenerationBody
-from truedraft.serve.stops import StopStrings
-from truedraft.text.pieces import Pieces
+from truedraft.serve.stops import Shown, StopStrings
 
-CONTEXT = 8  # last prompt tokens with which a completion is decoded
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
 EMBEDDED = ("nano", "nano-diffusion")  # models without a template, whose chats are plain text
@@ -125,19 +123,13 @@ class ServedModel:
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError where a parameter has no meaning for this model."""
 
-    def stops(
-        self, prompt: Sequence[int], strings: Sequence[str], skip_special_tokens: bool, kept: Collection[str]
-    ) -> StoppingCriteria:
+    def stops(self, prompt: Sequence[int], shown: Shown) -> StoppingCriteria:
         """The criterion that ends a row with a stop string of its output."""
-        return StopStrings(self.pieces(prompt, skip_special_tokens, kept), strings, len(prompt))
+        return StopStrings(shown.text(prompt), len(prompt))
 
     def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-
-    def pieces(self, prompt: Sequence[int], skip_special_tokens: bool, kept: Collection[str]) -> Pieces:
-        """The text of an output as its tokens arrive; see `Pieces`."""
-        return Pieces(self.tokenizer, prompt[-CONTEXT:], skip_special_tokens, kept)
 
     @cached_property
     def constraints(self) -> Constraints:

@@ -8,10 +8,10 @@ from typing import Any
 
 from truedraft.serve.job import Job
 from truedraft.serve.listing import RowTokens
-from truedraft.serve.model import CONTEXT, ServedModel
+from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
-from truedraft.text.pieces import StopText
+from truedraft.serve.stops import CONTEXT
 from truedraft.text.tool_calls import ToolParser
 
 
@@ -43,8 +43,7 @@ class RowOutput:
     def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None, lists: bool = False):
         self.model, self.plan, self.job, self._parser = model, plan, job, parser
         self.listed, self._lists = RowTokens(plan.listing, job, job.ids[-CONTEXT:]), lists
-        self._pieces = model.pieces(job.ids, plan.skip_special_tokens, plan.kept)
-        self._stop = StopText(plan.stop, plan.keep_stop)
+        self._text = plan.shown.text(job.ids)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)
         self.text_length = 0
@@ -54,15 +53,15 @@ class RowOutput:
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string, or the token of `stop_token_ids`, that ended the text (vLLM's field)."""
-        if self._stop.found is not None:
-            return self._stop.found
+        if self._text.found is not None:
+            return self._text.found
         last = self.job.tokens[self._read - 1] if self._read else None
         return last if self.finish_reason in ("stop", "tool_calls") and last not in self.model.end_ids else None
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text; tokens after it are dropped."""
-        return self._stop.found is not None
+        return self._text.found is not None
 
     def advance(self, count: int) -> Delta:
         """What the first `count` tokens add to the text; call it with all tokens once the job has finished."""
@@ -70,10 +69,9 @@ class RowOutput:
         if self.prediction is not None:
             self.prediction.feed(self.job.tokens[start:count])
         visible = self._visible(start, count)
-        text = self._stop.feed(self._pieces.feed(visible))
+        text = self._text.feed(visible)
         if self.job.finish_reason is not None and count == len(self.job.tokens):
-            text += self._stop.feed(self._pieces.end())
-            text += "" if self.stopped else self._stop.end()
+            text += self._text.end()
             self.finish_reason = "stop" if self.stopped else self.job.finish_reason
         elif self.stopped:
             self.finish_reason = "stop"
@@ -99,7 +97,7 @@ class RowOutput:
         """The tokens from `start` on whose text is returned: all but the stop token that ended the row."""
         tokens = self.job.tokens[start:end]
         ended = self.job.finish_reason == "stop" and end == len(self.job.tokens)
-        if ended and tokens and not self.plan.keep_stop and tokens[-1] in self._ends:
+        if ended and tokens and not self.plan.shown.keep_stop and tokens[-1] in self._ends:
             return tokens[:-1]
         return tokens
 

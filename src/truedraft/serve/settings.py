@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from truedraft.serve.constraints import Kind
+from truedraft.serve.constraints import Constraint, Enforced, Kind
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.listing import Listing
@@ -25,10 +25,12 @@ from truedraft.serve.protocol import (
     ResponseReference,
     TextReference,
 )
+from truedraft.serve.stops import Shown
 from truedraft.text.token_text import token_text
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API reference
+Constraining = tuple[Kind, Any, str | None]  # a kind and a definition, and the grammar of the text that it stands in
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": None}
 
 
@@ -39,26 +41,22 @@ class Plan:
     jobs: one per prompt and choice, those of a prompt together.
     choices: rows per prompt.
     prompts: token ids of each prompt.
-    stop: stop strings. keep_stop: whether they stay at the end of the text.
+    shown: how their text is shown, and where stop strings end it.
     seed: the seed of all rows; the i-th choice of a prompt has the noise of row i of `generate(seed=seed)`.
     predicted: token ids of `prediction`; None without one.
     logprobs: likeliest tokens to return for each token; None for no log-probabilities at all.
     prompt_logprobs: the same for `prompt_logprobs`, the list of those of the prompt.
-    kept: special tokens, as text, that are shown even so.
     listing: how tokens are listed.
     """
 
     jobs: Sequence[Job]
     choices: int
     prompts: Sequence[Sequence[int]]
-    stop: Sequence[str]
-    keep_stop: bool
+    shown: Shown
     seed: int
     predicted: Sequence[int] | None
     logprobs: int | None
     prompt_logprobs: int | None
-    skip_special_tokens: bool
-    kept: Collection[str]
     listing: Listing
 
 
@@ -70,12 +68,15 @@ def planned(
     id: str,
     forced: str | None = None,
     kept: Collection[str] = (),
+    around: str | None = None,
 ) -> Plan:
     """The rows of a request. It may compile a grammar: then call it outside of the event loop.
 
     Args:
         forced: a grammar for the text besides those that the body may give, in Lark.
         kept: special tokens, as text, that a parser of the text has to see.
+        around: a grammar of the whole text, in Lark, in which `@body` is what the body's constraint is for; None if
+            that constrains the whole text.
 
     Raises:
         ApiError: a parameter is out of the server's bounds, or cannot be honoured.
@@ -83,7 +84,6 @@ def planned(
     n = body.n or 1
     check_bounds(model, body, len(prompts))
     model.check(body)
-    stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     predicted = None if body.prediction is None else model.encoded(body.prediction.text, False)
     references = ([predicted] if predicted else []) + [
         documents_of(model, reference, namespace, i) for i, reference in enumerate(body.references or ())
@@ -91,8 +91,8 @@ def planned(
     _check_copied(model, references)
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs, scored = _logprobs(model, body), _scored(model, body)
-    constraint = constraint_of(body, forced)
-    skip = body.skip_special_tokens is not False
+    constraint = constraint_of(body, forced, around)
+    shown = _shown(model, body, kept, constraint is not None)
     shared = _sampling(model, body) | _ends(model, body) | {
         "draft": model.drafter(body.draft, bool(references), constraint is not None),
         "references": references or None,
@@ -105,19 +105,19 @@ def planned(
     for ids in prompts:
         most = max_tokens(model, body, len(ids))
         for choice in range(n):
-            criteria = [model.stops(ids, stop, skip, kept)] if stop else []
-            settings = shared | {
-                "sequence": choice,
-                "logits_processor": _processors(model, body, len(ids), constraint),
-                "stopping_criteria": StoppingCriteriaList(criteria),
-            }
+            processors, criteria = _penalties(body, len(ids)), StoppingCriteriaList()
+            if shown.stop:
+                criteria.append(model.stops(ids, shown))
+            if constraint is not None:
+                constrained, enforced = _constrain(model, body, constraint, ids, shown)
+                processors.append(constrained)
+                criteria.append(enforced)
+            settings = shared | {"sequence": choice, "logits_processor": processors, "stopping_criteria": criteria}
             settings |= {"prompt_logprobs": scored} if scored is not None and choice == 0 else {}
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
     texts = token_text(model.tokenizer)
-    return Plan(
-        jobs, n, prompts, stop, bool(body.include_stop_str_in_output), seed, predicted, logprobs,
-        body.prompt_logprobs, skip, kept, Listing(texts, texts.left_out(skip, kept)),
-    )  # fmt: skip
+    listing = Listing(texts, texts.left_out(shown.skip_special_tokens, kept))
+    return Plan(jobs, n, prompts, shown, seed, predicted, logprobs, body.prompt_logprobs, listing)
 
 
 def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None:
@@ -186,6 +186,18 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
     return most
 
 
+def _shown(model: ServedModel, body: GenerationBody, kept: Collection[str], constrained: bool) -> Shown:
+    return Shown(
+        model.tokenizer,
+        tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
+        keep_stop=bool(body.include_stop_str_in_output),
+        least=body.min_tokens or 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        kept=kept,
+        continues=constrained,
+    )
+
+
 def _sampling(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: value if (value := getattr(body, name)) is not None else model.defaults.get(name, neutral)
@@ -221,8 +233,10 @@ def _ends(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
     }
 
 
-def constraint_of(body: GenerationBody, forced: str | None) -> tuple[Kind, Any] | None:
+def constraint_of(body: GenerationBody, forced: str | None, around: str | None) -> Constraining | None:
     """The constraint of a request, for `Constraints.processor`.
+
+    forced, around: as in `planned`.
 
     Raises:
         ApiError: there are two.
@@ -241,18 +255,26 @@ def constraint_of(body: GenerationBody, forced: str | None) -> tuple[Kind, Any] 
         raise ApiError(400, f"{names} all constrain the text: give one of them", "response_format")
     if found and body.ignore_eos:
         raise ApiError(400, "ignore_eos=true with a constraint, which ends with the text: leave one out", "ignore_eos")
-    return found[0] if found else None
+    return (*found[0], None if forced else around) if found else None
 
 
-def _processors(
-    model: ServedModel, body: GenerationBody, prompt: int, constraint: tuple[Kind, Any] | None
-) -> LogitsProcessorList:
-    processors = LogitsProcessorList()
-    if body.frequency_penalty or body.presence_penalty:
-        processors.append(OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt))
-    if constraint is not None:
-        processors.append(model.constraints.processor(*constraint, prompt))
-    return processors
+def _penalties(body: GenerationBody, prompt: int) -> LogitsProcessorList:
+    if not (body.frequency_penalty or body.presence_penalty):
+        return LogitsProcessorList()
+    return LogitsProcessorList([OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt)])
+
+
+def _constrain(
+    model: ServedModel, body: GenerationBody, constraint: Constraining, ids: Sequence[int], shown: Shown
+) -> tuple[Constraint, Enforced]:
+    """The processor that constrains one row, and the criterion that fails it should that not hold."""
+    kind, definition, around = constraint
+    prompt, stops = len(ids), body.stop_token_ids or ()
+    text = shown.text(ids) if shown.stop else None
+    return (
+        model.constraints.processor(kind, definition, prompt, around, stops),
+        model.constraints.enforced(kind, definition, prompt, around, stops, body.min_tokens or 0, text),
+    )
 
 
 def _logprobs(model: ServedModel, body: GenerationBody) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from truedraft.accelerated import Accelerated
 from truedraft.errors import Refused
 from truedraft.stats import Pass
-from truedraft.text.pieces import Pieces
+from truedraft.text.pieces import Pieces, whole_text
 from truedraft.text.templates import render, template_of
 
 OnText = Callable[[str, bool], None]  # called with a piece of text, and whether it was drafted
@@ -107,7 +107,7 @@ class Chat:
 
     def _text(self, out: Any, prompt: torch.Tensor) -> str:
         sequences: torch.Tensor = out if isinstance(out, torch.Tensor) else out.sequences
-        return str(self.tokenizer.decode(sequences[0, prompt.shape[1] :], skip_special_tokens=True))
+        return whole_text(self.tokenizer, sequences[0, prompt.shape[1] :].tolist())
 
 
 class Continuation(Chat):

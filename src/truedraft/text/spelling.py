@@ -75,7 +75,7 @@ class Spelling:
         return b"" if token in self._left_out else self._texts.at(token, begins)
 
     def _adds(self, token: int) -> bool:
-        return token not in self._left_out and bool(self._texts.bytes(token))
+        return token not in self._left_out and bool(self._texts.bytes_of(token))
 
     def _add(self, token: int, added: bytes) -> None:
         start, text = self._length, self._decoder.decode(added)

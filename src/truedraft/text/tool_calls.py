@@ -1,29 +1,39 @@
 """Tool calls and reasoning in generated text, as it is generated, in the form of OpenAI's streaming API.
 
-A tokenizer with a `response_template` is read by transformers' own parser. For templates without one, the formats that
-are known by the template's text are read here: `<tool_call>{json}</tool_call>` of Hermes and Qwen, the JSON of Llama 3,
-and `[TOOL_CALLS] [...]` of Mistral, each with `<think>...</think>` where the template has it. A call is passed on when
-it is whole; whatever is no call of an offered tool stays content, with its tags, so that no text is lost.
+A tokenizer with a `response_template` is read by transformers' own parser. For templates without one, the formats of
+tool_formats.py are known by the template's text, each with `<think>...</think>` where the template has it. A call is
+passed on when it is whole; what is no call of an offered tool stays content, with its tags, so that no text is lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
 from truedraft.text.templates import template_of
+from truedraft.text.tool_bodies import LIMIT, Body, Scan, Schemas, offered_call, part_of_tag
+from truedraft.text.tool_formats import HARMONY, HERMES, LLAMA, MISTRAL, Format, format_of
+from truedraft.text.tool_values import json_text
 
+__all__ = [
+    "HERMES", "LLAMA", "MISTRAL", "Delta", "Format", "ResponseTemplateParser", "TagParser", "ToolParser", "format_of",
+    "markers", "parser_for",
+]  # fmt: skip
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of that field in response templates
 THINK = ("<think>", "</think>")
-ALPHANUMERIC = string.ascii_letters + string.digits
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+ENDED = re.compile("|".join(map(re.escape, (*CHANNELS[:2], *CHANNELS[3:]))))  # what ends a message
+HEADER = re.compile(
+    r"\s*(?:<\|start\|>)?\s*(?:assistant)?(?:\s*to=[^\s<]+)?\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
+SEPARATORS = (",", ";")  # between calls
 
 
 class Delta(NamedTuple):
@@ -49,73 +59,6 @@ class ToolParser(Protocol):
         """What was held back, at the end of the answer."""
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a template writes tool calls.
-
-    name: of the format.
-    opening, closing: texts around a call, or around all of them; without `closing` they end with the answer.
-    key: of the arguments in the JSON of a call; next to `name`.
-    listed: whether the calls are one JSON list.
-    bare: whether an answer that begins with `{` is a call without `opening`.
-    gap: between the texts and the JSON, as models write it.
-    id_length: alphanumeric characters of ids that the template demands; None for OpenAI's form.
-    """
-
-    name: str
-    opening: str
-    closing: str = ""
-    key: str = "arguments"
-    listed: bool = False
-    bare: bool = False
-    gap: str = ""
-    id_length: int | None = None
-
-    def calls(self, body: str) -> list[tuple[str, dict[str, Any]]]:
-        """Names and arguments of the calls in the text between the tags.
-
-        Raises:
-            ValueError: it is not JSON of this format.
-        """
-        try:
-            found = json.loads(body, parse_constant=_no_json)
-        except RecursionError as e:
-            raise ValueError("nested too deeply") from e
-        return [self._call(call) for call in (found if self.listed and isinstance(found, list) else [found])]
-
-    def _call(self, call: Any) -> tuple[str, dict[str, Any]]:
-        name, arguments = (call.get("name"), call.get(self.key, {})) if isinstance(call, dict) else (None, None)
-        if (
-            not isinstance(name, str)
-            or not isinstance(arguments, dict)
-            or call.keys() - {"name", "id", "type", self.key}
-        ):
-            raise ValueError("no call")
-        return name, arguments
-
-    def new_id(self) -> str:
-        """A fresh id of a call."""
-        if self.id_length is None:
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.id_length))
-
-
-HERMES = Format("hermes", "<tool_call>", "</tool_call>", gap="\n")
-LLAMA = Format("llama3_json", "<|python_tag|>", key="parameters", bare=True)
-MISTRAL = Format("mistral", "[TOOL_CALLS]", listed=True, gap=" ", id_length=9)
-
-
-def format_of(template: str) -> Format | None:
-    """The format of tool calls in a chat template, by its text; None where it is unknown."""
-    if "<tool_call>" in template and not any(tag in template for tag in ("<function=", "<arg_key>")):
-        return HERMES
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template and "[CALL_ID]" not in template:
-        return MISTRAL
-    if "<|start_header_id|>" in template and re.search(r"parameters\b", template) and "ipython" in template:
-        return LLAMA
-    return None
-
-
 def parser_for(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], prompt: str = ""
 ) -> ToolParser | None:
@@ -132,7 +75,14 @@ def parser_for(
     response: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if response is not None:
         return ResponseTemplateParser(response, tools, prompt)
-    return TagParser.for_template(template, {tool["function"]["name"] for tool in tools}, prompt)
+    return TagParser.for_template(template, schemas_of(tools), prompt)
+
+
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """The schemas of the parameters of tools in OpenAI's form, by name."""
+    functions = [tool["function"] for tool in tools]
+    given = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in given.items()}
 
 
 def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> frozenset[str]:
@@ -148,8 +98,8 @@ def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> froz
             token for token in tokenizer.all_special_tokens if token in written or re.escape(token) in written
         )
     form = format_of(template_of(tokenizer, with_tools))
-    tags = {*THINK, *((form.opening, form.closing) if form else ())}
-    return frozenset(tags & {*tokenizer.all_special_tokens})
+    written = " ".join((*THINK, *(form.written() if form else ()), *(CHANNELS if form is HARMONY else ())))
+    return frozenset(token for token in tokenizer.all_special_tokens if token in written)
 
 
 class TagParser:
@@ -157,25 +107,35 @@ class TagParser:
 
     Args:
         form: of calls; None for reasoning alone.
-        names: tools that may be called; a call of another one is content.
+        names: tools that may be called, as a set or with the schemas of their parameters; a call of another is content.
         thinks: whether an answer may begin with reasoning.
         reasons: whether the prompt has begun it.
     """
 
-    def __init__(self, form: Format | None, names: Collection[str], thinks: bool, reasons: bool = False):
-        self.form, self.names, self.thinks = form, names, thinks
+    def __init__(self, form: Format | None, names: Collection[str] | Schemas, thinks: bool, reasons: bool = False):
+        self.form, self.thinks = form, thinks
+        self.schemas: Schemas = names if isinstance(names, Mapping) else {name: {} for name in names}
+        self._tags = (*form.opening, *form.bare) if form else ()
+        self._opens = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
         self._read = self._read_reasoning if reasons else self._read_start
-        self._buffer = self._opening = ""  # the opening of the call under way, with the white space before it
+        self._buffer = ""
+        self._last = ""  # the end of the content, since the beginning of the answer or a call
         self._skips = reasons  # white space after a tag
-        self._calls = 0
+        self._block = _Block()
+        self._ids: set[str] = set()
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._made: list[dict[str, Any]] = []
 
     @classmethod
-    def for_template(cls, template: str, names: Collection[str], prompt: str = "") -> TagParser | None:
+    def for_template(
+        cls, template: str, names: Collection[str] | Schemas, prompt: str = ""
+    ) -> TagParser | ChannelParser | None:
         """A parser for a chat template; None where its format is unknown and it has no reasoning."""
-        form, thinks = format_of(template) if names else None, THINK[1] in template
+        form, thinks = format_of(template), THINK[1] in template
+        if form is HARMONY:
+            return ChannelParser(names, prompt)
+        form = form if names else None
         if form is None and not thinks:
             return None
         return cls(form, names, thinks, thinks and prompt.rstrip().endswith(THINK[0]))
@@ -194,8 +154,8 @@ class TagParser:
             if self._skips:
                 self._buffer = self._buffer.lstrip()
                 self._skips = not self._buffer
-            ends_with_tag = final and self._read == self._read_call
-            if not (self._buffer or ends_with_tag) or not self._read(final):
+            in_block = self._read in (self._read_body, self._read_after)
+            if not (self._buffer or (final and in_block)) or not self._read(final):
                 break
         delta = Delta("".join(self._content), tuple(self._made), "".join(self._reasoning))
         self._content, self._reasoning, self._made = [], [], []
@@ -204,9 +164,7 @@ class TagParser:
     def _read_start(self, final: bool) -> bool:
         """Decide what an answer begins with; whether it is decided."""
         text = self._buffer.lstrip()
-        if self.form is not None and self.form.bare and text.startswith("{"):
-            self._opening, self._read = "", self._read_call
-        elif self.thinks and text.startswith(THINK[0]):
+        if self.thinks and text.startswith(THINK[0]):
             self._buffer, self._skips, self._read = text.removeprefix(THINK[0]), True, self._read_reasoning
         elif not final and (not text or (self.thinks and THINK[0].startswith(text))):
             return False
@@ -215,44 +173,219 @@ class TagParser:
         return True
 
     def _read_reasoning(self, final: bool) -> bool:
-        if self._read_until(THINK[1], self._reasoning, final) is None:
-            return False
-        self.thinks, self._skips, self._read = False, True, self._read_start
-        return True
+        text, whole, rest = self._buffer.partition(THINK[1])
+        kept = text.rstrip() if whole else text[: len(text) if final else _held_from(text, THINK[1:])]
+        self._reasoning.append(kept)
+        self._buffer = rest if whole else text[len(kept) :]
+        if whole:
+            self.thinks, self._skips, self._read = False, True, self._read_start
+        return bool(whole)
 
     def _read_content(self, final: bool) -> bool:
-        if self.form is None:
-            self._content.append(self._buffer)
-            self._buffer = ""
-        elif (space := self._read_until(self.form.opening, self._content, final)) is not None:
-            self._opening, self._read = space + self.form.opening, self._read_call
-            return True
-        return False
-
-    def _read_until(self, tag: str, found: list[str], final: bool) -> str | None:
-        """Append the text before a tag; the white space between, or None if the tag has not come."""
-        text, whole, rest = self._buffer.partition(tag)
-        kept = text.rstrip() if whole else text[: len(text) if final else _held_from(text, tag)]
-        found.append(kept)
-        self._buffer = rest if whole else text[len(kept) :]
-        return text[len(kept) :] if whole else None
-
-    def _read_call(self, final: bool) -> bool:
-        assert self.form is not None
-        body, closing, rest = _call_body(self._buffer, self.form.closing)
-        if not closing and not final:
+        """Pass on the text before the next call; whether one may begin there."""
+        text = self._buffer
+        opening = next((found for found in self._opens.finditer(text) if self._may_open(found)), None)
+        if opening is None:
+            kept = text[: len(text) if final else _held_from(text, self._tags)]
+            self._buffer = text[len(kept) :]
+            self._add_content(kept)
             return False
-        try:
-            calls = self.form.calls(body)
-            if not calls or any(name not in self.names for name, _ in calls):
-                raise ValueError("no call of an offered tool")
-        except ValueError:
-            self._content.append(self._opening + body + closing)
-        else:
-            self._made += [_made(self._calls + i, self.form.new_id(), *call) for i, call in enumerate(calls)]
-            self._calls, self._skips = self._calls + len(calls), True
-        self._buffer, self._read = rest, self._read_content
+        is_bare = opening.group() not in self.form.opening  # type: ignore[union-attr]
+        kept, end = text[: opening.start()].rstrip(), opening.start() if is_bare else opening.end()
+        self._add_content(kept)
+        self._buffer = text[end:]
+        self._block = _Block([(text[len(kept) : end], False)], least=len(opening.group()) if is_bare else 0)
+        self._begin_body()
         return True
+
+    def _may_open(self, found: re.Match[str]) -> bool:
+        """Whether a tag begins a call: one without an opening must begin a line, and not one of a block of code."""
+        if self.form is None or found.group() in self.form.opening:
+            return True
+        *lines, line = (self._last + self._buffer[: found.start()]).split("\n")
+        return not line.strip() and not (lines and lines[-1].lstrip().startswith("```"))
+
+    def _begin_body(self) -> None:
+        assert self.form is not None
+        stops = (*self.form.opening, *([self.form.closing] if self.form.closing else []))
+        self._block.scans = [(body, body.scan(self.schemas, stops)) for body in self.form.bodies]
+        self._read = self._read_body
+
+    def _read_body(self, final: bool) -> bool:
+        """Read a call, or a list of them; the block ends where there is none."""
+        for body, scan in [*self._block.scans]:
+            try:
+                end = scan.end(self._buffer, final)
+            except ValueError:
+                self._block.scans.remove((body, scan))
+                continue
+            if end is not None:
+                self._take(body, end)
+                return True
+        if not self._block.scans:
+            self._end_block(self._block.least)
+        return not self._block.scans
+
+    def _take(self, body: Body, end: int) -> None:
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        try:
+            parts = body.read(text, self.schemas)
+        except ValueError:
+            parts = []
+        calls = [call for _, call in parts if call is not None]
+        self._block.held += [(part, True) for part, call in parts if call is None] if calls else [(text, True)]
+        self._block.has_calls |= bool(calls)
+        self._block.least, self._read = 0, self._read_after
+        for call in calls:
+            assert self.form is not None
+            new = call.id if call.id and call.id not in self._ids else self.form.new_id()
+            self._made.append(_made(len(self._ids), new, call.name, call.arguments))
+            self._ids.add(new)
+
+    def _read_after(self, final: bool) -> bool:
+        """Read what comes after a call: its end, the end of the block, or a further call; whether it is decided."""
+        assert self.form is not None
+        closing = [self.form.closing] if self.form.closing else []
+        signs = (*closing, *self.form.tails, *SEPARATORS)
+        starts = tuple(start for body in self.form.bodies for start in body.starts(self.schemas))
+        text, at, end = self._buffer, 0, 0
+        while True:
+            at += len(text[at:]) - len(rest := text[at:].lstrip())
+            sign = next((sign for sign in signs if rest.startswith(sign)), None)
+            if sign is None:
+                break
+            at += len(sign)
+            end = end if sign in SEPARATORS else at
+            if sign in closing:
+                self._end_block(end)
+                return True
+        if rest.startswith(starts):
+            self._block.held.append((text[:at], False))
+            self._buffer = rest
+            self._begin_body()
+        elif not final and any(sign.startswith(rest) for sign in (*signs, *starts)):
+            return False
+        else:
+            self._end_block(end)
+        return True
+
+    def _end_block(self, end: int) -> None:
+        """End a block at a place in the text: what was no call is content, or all of it where there was no call."""
+        block = self._block
+        block.held.append((self._buffer[:end], False))
+        self._buffer, self._read = self._buffer[end:], self._read_content
+        self._add_content("".join(text for text, is_body in block.held if is_body or not block.has_calls))
+        if block.has_calls:
+            self._last, self._skips = "", True
+
+    def _add_content(self, text: str) -> None:
+        self._content.append(text)
+        self._last = (self._last + text)[-LIMIT:]
+
+
+@dataclass
+class _Block:
+    """Calls that stand together, from an opening to its closing.
+
+    held: texts that are content if no call is found, each with whether it was read as a call.
+    least: characters of the buffer that are content in this case.
+    scans: for the end of the next body.
+    has_calls: whether a call of an offered tool was found.
+    """
+
+    held: list[tuple[str, bool]] = field(default_factory=list)
+    least: int = 0
+    scans: list[tuple[Body, Scan]] = field(default_factory=list)
+    has_calls: bool = False
+
+
+class ChannelParser:
+    """Messages in channels, as gpt-oss writes them: reasoning in `analysis`, calls to a recipient, content in others.
+
+    Args:
+        names: tools that may be called, as a set or with the schemas of their parameters; a call of another is content.
+        prompt: the text before the answer, which may have begun a message.
+    """
+
+    def __init__(self, names: Collection[str] | Schemas, prompt: str = ""):
+        self.schemas: Schemas = names if isinstance(names, Mapping) else {name: {} for name in names}
+        self._buffer = self._written = ""  # what is not read yet, and the header of the message as the answer has it
+        self._in_header, self._call, self._field = True, "", "content"
+        self._calls = 0
+        self._found: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._ended: set[str] = set()  # fields that have the text of an earlier message
+        self._made: list[dict[str, Any]] = []
+        _, begun, header = prompt.rpartition(CHANNELS[0])
+        self._begun = header if begun and not ENDED.search(header) else ""  # of the header, by the prompt
+        if HEADER.search(self._begun):  # the prompt has begun the text, too
+            self._begin(self._begun)
+
+    def feed(self, text: str) -> Delta:
+        """What a further piece of the answer completes."""
+        self._buffer += text
+        return self._advance(final=False)
+
+    def finish(self) -> Delta:
+        """What was held back, at the end of the answer."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> Delta:
+        while self._read_header(final) if self._in_header else self._read_message(final):
+            pass
+        delta = Delta("".join(self._found["content"]), tuple(self._made), "".join(self._found["reasoning"]))
+        self._found, self._made = {"content": [], "reasoning": []}, []
+        return delta
+
+    def _read_header(self, final: bool) -> bool:
+        """Read up to the text of a message; whether it is there. A text without a header is content."""
+        header = HEADER.match(self._begun + self._buffer[:LIMIT])
+        if header:
+            self._written = header.group()[len(self._begun) :]
+            self._buffer = self._buffer[len(self._written) :]
+            self._begin(header.group())
+        elif len(self._buffer) >= LIMIT or (final and self._buffer):
+            self._begin("")
+            tag = ENDED.match(self._buffer)
+            self._found["content"].append(tag.group() if tag else "")
+            self._buffer = self._buffer[tag.end() if tag else 0 :]
+        return not self._in_header
+
+    def _begin(self, header: str) -> None:
+        recipient = RECIPIENT.search(header)
+        self._in_header, self._begun = False, ""
+        self._call = recipient.group(1) if recipient else ""
+        self._field = "reasoning" if f"{CHANNELS[1]}analysis" in header else "content"
+        if header and self._field in self._ended and not self._call:
+            self._found[self._field].append("\n")
+
+    def _read_message(self, final: bool) -> bool:
+        """Read the text of a message; whether it has ended."""
+        end = ENDED.search(self._buffer)
+        if self._call:
+            if end is None and not final:
+                return False
+            self._take_call(end)
+        else:
+            at = end.start() if end else len(self._buffer) if final else _held_from(self._buffer, CHANNELS)
+            self._found[self._field].append(self._buffer[:at])
+            self._buffer = self._buffer[at:]
+            self._ended |= {self._field} if at else set()
+        if end is not None:
+            self._buffer = self._buffer.removeprefix(end.group()) if end.group() in CHANNELS[3:] else self._buffer
+            self._in_header, self._written = True, ""
+        return end is not None
+
+    def _take_call(self, end: re.Match[str] | None) -> None:
+        at = end.start() if end else len(self._buffer)
+        text, self._buffer = self._buffer[:at], self._buffer[at:]
+        call = offered_call(self._call, text.strip(), self.schemas)
+        if call is None:
+            closing = end.group() if end and end.group() in CHANNELS[3:] else ""
+            self._found["content"].append(f"{self._written}{text}{closing}")
+        else:
+            self._made.append(_made(self._calls, HARMONY.new_id(), call.name, call.arguments))
+            self._calls += 1
+        self._call, self._field = "", "content"
 
 
 class ResponseTemplateParser:
@@ -267,7 +400,7 @@ class ResponseTemplateParser:
     def __init__(self, template: dict[str, Any], tools: Sequence[Mapping[str, Any]], prompt: str):
         self.template = template
         self.tools: list[dict[str, Any] | Callable[..., Any]] = [dict(tool) for tool in tools]
-        self.names = {tool["function"]["name"] for tool in tools}
+        self.schemas = schemas_of(tools)
         self._parser = ResponseParser(template, prefix=prompt, tools=self.tools)
         self._unread = ""  # text that is neither content, nor reasoning, nor part of a call that was made
         self._calls = 0
@@ -304,10 +437,11 @@ class ResponseTemplateParser:
             self._unread = read_on  # its tags are no content
         if not closed or event["field"] != "tool_calls":
             return Delta()
-        calls = [call["function"] for call in _listed(event["value"])]
-        if not calls or any(call["name"] not in self.names for call in calls):
+        found = [call["function"] for call in _listed(event["value"])]
+        calls = [offered_call(call["name"], call["arguments"], self.schemas) for call in found]
+        if not calls or None in calls:
             return Delta(self._rejected())
-        made = [_made(self._calls + i, HERMES.new_id(), c["name"], c["arguments"]) for i, c in enumerate(calls)]
+        made = [_made(self._calls + i, HERMES.new_id(), c.name, c.arguments) for i, c in enumerate(calls) if c]
         self._calls += len(calls)
         self._unread = read_on
         return Delta(tool_calls=tuple(made))
@@ -317,10 +451,10 @@ class ResponseTemplateParser:
         return text
 
 
-def _made(index: int, call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+def _made(index: int, call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A call in OpenAI's streaming form."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    function = {"name": name, "arguments": json_text(arguments)}
+    return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
 def _sum(deltas: Sequence[Delta]) -> Delta:
@@ -332,19 +466,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _held_from(text: str, tag: str) -> int:
-    """Where the end of a text begins that may belong to a tag: a beginning of the tag, and white space before it."""
-    starts = range(max(len(text) - len(tag) + 1, 0), len(text))
-    return len(text[: next((i for i in starts if tag.startswith(text[i:])), len(text))].rstrip())
-
-
-def _call_body(text: str, tag: str) -> tuple[str, str, str]:
-    """A text divided at the first closing tag that is in no JSON string; all of it, where there is none."""
-    at = text.find(tag) if tag else -1
-    while at >= 0 and re.sub(r"\\.", "", text[:at], flags=re.DOTALL).count('"') % 2:
-        at = text.find(tag, at + 1)
-    return (text[:at], tag, text[at + len(tag) :]) if at >= 0 else (text, "", "")
-
-
-def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _held_from(text: str, tags: Sequence[str]) -> int:
+    """Where the end of a text begins that may belong to a tag: a beginning of one, and white space before it."""
+    return len(text[: part_of_tag(text, tags)].rstrip()) if tags else len(text)

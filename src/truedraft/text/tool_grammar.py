@@ -7,6 +7,7 @@ a JSON schema. Calls have the spacing that models are trained on, so a constrain
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
 from truedraft.text.tool_calls import THINK, Format, format_of
+from truedraft.text.tool_formats import HARMONY
+from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around the reasoning of gpt-oss
+LINES = re.compile(r"\n+|[^\n]+")
+PLACE = re.compile(r"‹(\w+)›")
+NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
+OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+OF_STRINGS = NOTES | {"type", "minLength", "maxLength", "pattern"}
 
 
 def call_grammar(
@@ -37,7 +46,8 @@ def call_grammar(
         prompt: the text before the answer; where it has begun reasoning, the answer ends that first.
 
     Raises:
-        Refused: the format of the template is unknown, or no tool has this name.
+        Refused: the format of the template is unknown, it cannot hold calls to the schema of a tool, or no tool has
+            this name.
     """
     template = template_of(tokenizer, True)
     form = format_of(template)
@@ -47,40 +57,186 @@ def call_grammar(
     if not offered:
         known = ", ".join(tool["function"]["name"] for tool in tools)
         raise Refused(f"tool_choice names {name!r}, which is none of the tools: there are {known or 'none'}")
-    several = parallel and name is None
-    rules = [f"call_{i}: {_call(form, function)}" for i, function in enumerate(offered)]
-    call = "call: " + " | ".join(f"call_{i}" for i in range(len(offered)))
-    before, thought = _reasoning(tokenizer, prompt) if THINK[1] in template else ("", [])
-    start = f"start: {before}{_calls(tokenizer, form, several)}"
-    return "\n".join(["%llguidance {}", start, *thought, call, *rules, ""])
+    grammar = _Grammar(tokenizer, form)
+    calls = [grammar.call(i, function) for i, function in enumerate(offered)]
+    more = ""
+    if parallel and name is None and form.between is not None:
+        more = f"({grammar.text(form.between)} call)*"
+    before = grammar.reasoning(prompt, *ANALYSIS) if form is HARMONY else ""
+    before = grammar.reasoning(prompt, *THINK) if THINK[1] in template else before
+    start = f"start: {before} {grammar.text(form.before)} call {more} {grammar.text(form.after)}"
+    return "\n".join(["%llguidance {}", start, f"call: {' | '.join(calls)}", *grammar.rules, ""])
 
 
-def _calls(tokenizer: PreTrainedTokenizerBase, form: Format, several: bool) -> str:
-    """Calls with the texts around them."""
-    if form.bare:
-        return "call"
-    opening, closing, gap = _tag(tokenizer, form.opening), _tag(tokenizer, form.closing), _quoted(form.gap)
-    if form.listed:
-        more = f"({_quoted(', ')} call)*" if several else ""
-        return f'{opening} {gap} "[" call {more} "]" {closing}'
-    one = f"{opening} {gap} call {gap} {closing}"
-    return f"{one} ({gap} {one})*" if several else one
+class _Grammar:
+    """The rules of calls in one format.
+
+    Args:
+        form: of the calls.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: Format):
+        self.tokenizer, self.form, self.rules = tokenizer, form, list[str]()
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        tags = sorted(added & {*form.tags(), *THINK}, key=len, reverse=True)
+        self._tags = re.compile("|".join(map(re.escape, tags)) or "(?!)")
+
+    def text(self, text: str) -> str:
+        """A text of the format: its tags as the tokenizer has them, the rest in quotes.
+
+        Line breaks stand alone: the library's lexer takes the longest match, so a text that is the beginning of another
+        one in the same place could not be told from it.
+        """
+        found, at = [], 0
+        for tag in self._tags.finditer(text):
+            found += [*map(_quoted, LINES.findall(text[at : tag.start()])), _tag(self.tokenizer, tag.group())]
+            at = tag.end()
+        return " ".join((*found, *map(_quoted, LINES.findall(text[at:]))))
+
+    def filled(self, text: str, places: Mapping[str, str]) -> str:
+        """A text of the format with rules, or other texts of the grammar, in its places."""
+        parts = PLACE.split(text)  # texts and the names of places take turns
+        written = [places[part] if i % 2 else self.text(part) for i, part in enumerate(parts)]
+        return " ".join(filter(None, written))
+
+    def rule(self, name: str, body: str, attribute: str = "") -> str:
+        """Add a rule; its name."""
+        self.rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def reasoning(self, prompt: str, opening: str, closing: str) -> str:
+        """What may come before calls, or must after a prompt that has begun it."""
+        end = self.text(closing)
+        attribute = "[lazy]" if end.startswith('"') else ""  # up to the first closing tag, which the text may contain
+        ends = f'{self.rule("thought", f"TEXT {end}", attribute)} "\\n"~0..2'
+        self.rules.append("TEXT: /(.|\\n)*/")
+        return ends if prompt.rstrip().endswith(opening) else f"({self.text(opening)} {ends})?"
+
+    def call(self, number: int, function: Mapping[str, Any]) -> str:
+        """The rule of calls of one tool; its schema is a root of its own, so that references within it hold."""
+        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        name, rule = function["name"], f"call_{number}"
+        places = {"name": _quoted(name, escaped=True), "number": "/[0-9]{1,3}/"}
+        if "‹parameters›" in self.form.call:
+            if not re.fullmatch(NAME, name):
+                raise Refused(f"tool_choice: {name!r} cannot be called in the format {self.form.name}: use 'auto'")
+            places["parameters"] = _Parameters(self, schema, schema, f"{name}.parameters", f"{rule}_p").rule()
+        else:
+            places["arguments"] = f"%json {json.dumps(schema | {'x-guidance': SPACING})}"
+        return self.rule(rule, self.filled(self.form.call, places))
 
 
-def _call(form: Format, function: Mapping[str, Any]) -> str:
-    """A call of one tool; its schema is a root of its own, so that references within it hold."""
-    head = f'{{"name": {json.dumps(function["name"])}, "{form.key}": '
-    schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS), "x-guidance": SPACING}
-    return f"{_quoted(head)} %json {json.dumps(schema)} {_quoted('}')}"
+class _Parameters:
+    """The rules of an object whose parameters are written one by one.
+
+    Args:
+        schema: of the object.
+        root: the schema in which references are looked up.
+        place: of the schema, for messages.
+        prefix: of the names of rules.
+    """
+
+    def __init__(self, grammar: _Grammar, schema: Mapping[str, Any], root: Mapping[str, Any], place: str, prefix: str):
+        self.grammar, self.form, self.root, self.place, self.prefix = grammar, grammar.form, root, place, prefix
+        self._only(schema, OF_OBJECTS, place)
+        self.properties: dict[str, Any] = schema.get("properties") or {}
+        self.required = {*schema.get("required", ())}
+        if unknown := sorted(self.required - self.properties.keys()):
+            raise Refused(
+                f"tool_choice: {place} requires {unknown[0]!r}, which is none of its properties: add it there"
+            )
+
+    def rule(self) -> str:
+        """The rule of all parameters, in the order of the schema."""
+        keys = [*self.properties]
+        rules = [self._parameter(i, key) for i, key in enumerate(keys)]
+        comma = self.grammar.text(self.form.comma)
+        for i in reversed(range(len(keys))):  # what may follow the parameters before this one
+            following = f"{self.prefix}_more{i + 1}" if i + 1 < len(keys) else ""
+            optional = "" if keys[i] in self.required else "?"
+            self.grammar.rule(f"{self.prefix}_more{i}", f"({comma} {rules[i]}){optional} {following}")
+        firsts = [key in self.required for key in keys].index(True) if self.required else len(keys)
+        ways = [
+            f"{rule} {self.prefix}_more{i + 1}" if i + 1 < len(keys) else rule
+            for i, rule in enumerate(rules[: firsts + 1])
+        ]
+        return self.grammar.rule(self.prefix, " | ".join(ways if self.required else (*ways, '""')))
+
+    def _parameter(self, number: int, key: str) -> str:
+        place, name = f"{self.place}.{key}", f"{self.prefix}{number}"
+        if not re.fullmatch(NAME, key):
+            raise Refused(f"tool_choice: {place} cannot be written in the format {self.form.name}: use 'auto'")
+        schema = self.properties[key]
+        before, after = self.form.parameter.split("‹value›")
+        stated = "true" if types_of(schema, self.root) == {"string"} else "false"
+        value = self._value(schema, place, name, after)
+        places = {"key": _quoted(key), "stated": _quoted(stated)}
+        return self.grammar.rule(name, f"{self.grammar.filled(before, places)} {value}")
+
+    def _value(self, schema: Any, place: str, name: str, after: str) -> str:
+        """The rule of a value with the text after it."""
+        end, quote = self.grammar.text(after), self.form.quote
+        schema = resolved(schema, self.root)
+        schema = schema if isinstance(schema, Mapping) else {}
+        types = types_of(schema, self.root)
+        if quote is None:
+            python = types == {"boolean"} and not schema.keys() - NOTES - {"type"}
+            return f'("True" | "False") {end}' if python else f"{self._json(schema)} {end}"
+        if "enum" in schema or "const" in schema:
+            self._only(schema, NOTES | {"type", "enum", "const"}, place)
+            return f"({' | '.join(map(self._constant, schema.get('enum', [schema.get('const')])))}) {end}"
+        if types is None or "string" in types:
+            return self._string(schema, place, name, after)
+        if quote and types & {"array", "object"}:
+            return f"{self._nested(schema, place, name)} {end}"
+        return f"{self._json(schema)} {end}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        known = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
+        return f"%json {json.dumps({**known, **schema, 'x-guidance': SPACING})}"
+
+    def _constant(self, value: Any) -> str:
+        quote = self.form.quote or ""
+        return self.grammar.text(f"{quote}{value}{quote}") if isinstance(value, str) else _quoted(json.dumps(value))
+
+    def _string(self, schema: Mapping[str, Any], place: str, name: str, after: str) -> str:
+        """A text up to what ends it, which it cannot contain."""
+        several = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
+        for part in several or [schema]:
+            self._only(part, NOTES | {"type"} if several else OF_STRINGS, place)
+        quote = self.form.quote or ""
+        end = self.grammar.text(quote or after)
+        closing = re.escape((quote or after).strip()).replace("/", r"\/")
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = [rf"/(?s:.{{{least},{most}}})/", rf"~/(?s:.*){closing}(?s:.*)/"]
+        if "pattern" in schema:
+            text.append(f"/{_anywhere(schema['pattern'])}/")
+        terminal = self.grammar.rule(name.upper(), " & ".join(text))
+        body = self.grammar.rule(f"{name}_text", f"{terminal} {end}", "[lazy]" if end.startswith('"') else "")
+        return f"{self.grammar.text(quote)} {body} {self.grammar.text(after)}" if quote else body
+
+    def _nested(self, schema: Mapping[str, Any], place: str, name: str) -> str:
+        """An object or a list in a format with its own quotes."""
+        if types_of(schema, self.root) == {"object"}:
+            inner = _Parameters(self.grammar, schema, self.root, place, f"{name}_p").rule()
+            return f'"{{" {inner} "}}"'
+        self._only(schema, NOTES | {"type", "items"}, place)
+        item = self._value(schema.get("items", {}), f"{place}.items", f"{name}_i", "")
+        return f'"[" ({item} ("," {item})*)? "]"'
+
+    def _only(self, schema: Mapping[str, Any], keywords: set[str], place: str) -> None:
+        if unknown := sorted(schema.keys() - keywords):
+            raise Refused(
+                f"tool_choice: {place} has {unknown[0]!r}, to which calls in this model's format ({self.form.name}) "
+                "cannot be held: leave it out of the schema, or use tool_choice='auto'"
+            )
 
 
-def _reasoning(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[str]]:
-    """What may come before calls, or must after a prompt that has begun it, and its rules."""
-    opening, closing = (_tag(tokenizer, tag) for tag in THINK)
-    ends = 'thought "\\n"~0..2'
-    before = f"{ends} " if prompt.rstrip().endswith(THINK[0]) else f"({opening} {ends})? "
-    attribute = "[lazy]" if closing.startswith('"') else ""  # up to the first closing tag, which the text may contain
-    return before, [f"thought{attribute}: TEXT {closing}", "TEXT: /(.|\\n)*/"]
+def _anywhere(pattern: str) -> str:
+    """A pattern of JSON Schema, which may match anywhere, as one that matches a whole text; in Lark's slashes."""
+    start, end = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
+    inner = pattern.removeprefix("^").removesuffix("$")
+    return f"{start}(?:{inner}){end}".replace("/", r"\/")
 
 
 def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
@@ -89,5 +245,6 @@ def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     return f"<[{special[tag]}]>" if tag in special else _quoted(tag)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _quoted(text: str, escaped: bool = False) -> str:
+    """A text in the grammar; `escaped` as it stands in a JSON string."""
+    return json.dumps(json.dumps(text)[1:-1] if escaped else text) if text else ""

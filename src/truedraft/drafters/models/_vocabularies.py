@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,51 +11,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.drafters._candidates import DraftVocabulary
+from truedraft.text.token_text import BYTE, token_text
 from truedraft.tree import Row
 
 LONGEST = 32  # tokens of a word; a longer one is cut
 WORDS = 100_000  # whose tokens are kept
 ANCHORS = ("a", ".", "\n")  # text before a word, one with which it does not share tokens
-BYTE = re.compile("<0x([0-9A-F]{2})>")
-
-
-def byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level piece stands for (GPT-2): printable ones stand for themselves, the
-    others, in order, are the characters from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The UTF-8 bytes that each token adds to a text in which it is not the first; without special tokens and those
     that stand for no text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = json.loads(backend.to_str()) if backend is not None else {}
-    kinds = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
-    by_character = byte_level() if '"ByteLevel"' in kinds else None
-    word_pieces = '"WordPiece"' in kinds
-    unknown = tokenizer.unk_token_id
-    found = {}
-    for piece, token in tokenizer.get_vocab().items():
-        added = tokenizer.added_tokens_decoder.get(token)
-        if token == unknown or (added is not None and added.special):
-            continue
-        if added is not None:
-            text = added.content.encode()
-        elif by_character is not None:
-            if not all(character in by_character for character in piece):
-                continue
-            text = bytes(by_character[character] for character in piece)
-        elif (byte := BYTE.fullmatch(piece)) is not None:
-            text = bytes([int(byte[1], 16)])
-        elif word_pieces:
-            text = (piece[2:] if piece.startswith("##") else f" {piece}").encode()
-        else:
-            text = piece.replace("▁", " ").encode()
-        if text:
-            found[token] = text
-    return found
+    texts = token_text(tokenizer)
+    silent = texts.special | {tokenizer.unk_token_id}
+    found = enumerate(texts.vocabulary(len(tokenizer)))
+    return {token: data for token, data in found if data and token not in silent}
 
 
 def by_bytes(tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, bytes]) -> dict[bytes, int]:
@@ -110,8 +78,7 @@ class Vocabularies:
     @cached_property
     def strips(self) -> bool:
         """Whether the space that the first token of a text begins with is none of the text."""
-        spaced = next((token for token, text in self._texts.items() if text[:1] == b" "), None)
-        return spaced is not None and not str(self.target.decode([spaced])).startswith(" ")
+        return token_text(self.target).drops_space
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
