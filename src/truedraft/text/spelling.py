@@ -6,6 +6,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from truedraft.text.pieces import Pieces
 from truedraft.text.token_text import TokenText
 
 
@@ -40,23 +41,31 @@ class Spelling:
     Args:
         texts: of its tokenizer.
         left_out: tokens that add nothing, see `TokenText.left_out`.
-        context: tokens of the text that these continue.
+        context, continues: see `Pieces`.
 
     Attributes:
         tokens: those of the text so far.
     """
 
-    def __init__(self, texts: TokenText, left_out: Collection[int] = (), context: Iterable[int] = ()):
+    def __init__(
+        self,
+        texts: TokenText,
+        left_out: Collection[int] = (),
+        context: Iterable[int] = (),
+        continues: bool = False,
+    ):
         self.tokens: list[Spelled] = []
         self._texts, self._left_out = texts, left_out
-        self._begins = not any(map(self._adds, context))
+        before = [token for token in context if self._adds(token)]
+        self._begins = not (before or continues)
+        self._pieces = None if texts.concatenates else Pieces(texts.tokenizer, before, skip_special_tokens=False)
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def add(self, tokens: Iterable[int]) -> None:
         """Add the tokens that follow."""
         for token in tokens:
-            self._add(token, self.bytes_of(token, self._begins))
+            self._add(token, self._read(token))
             self._begins = self._begins and not self._adds(token)
 
     def add_silent(self, tokens: Iterable[int]) -> None:
@@ -66,13 +75,16 @@ class Spelling:
 
     def end(self) -> None:
         """No tokens follow: an incomplete character becomes a replacement character, of the last token."""
-        if rest := self._decoder.decode(b"", True):
+        rest = self._decoder.decode(b"", True) if self._pieces is None else self._pieces.end()
+        if rest:
             last = self.tokens[-1]
             self.tokens[-1] = replace(last, text=last.text + rest)
 
-    def bytes_of(self, token: int, begins: bool) -> bytes:
-        """What a token adds to the text, or would add; `begins` as in `Spelled`."""
-        return b"" if token in self._left_out else self._texts.at(token, begins)
+    def _read(self, token: int) -> bytes:
+        """What the next token adds; where that depends on its neighbours, by the pieces of the text."""
+        if token in self._left_out:
+            return b""
+        return self._texts.at(token, self._begins) if self._pieces is None else self._pieces.feed([token]).encode()
 
     def _adds(self, token: int) -> bool:
         return token not in self._left_out and bool(self._texts.bytes_of(token))
