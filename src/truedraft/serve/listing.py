@@ -77,8 +77,9 @@ class Listing:
         return {"token": self._texts.name(token, one.begins), "logprob": max(value, LEAST), "bytes": [*added]}
 
     def _shown(self, one: Spelled) -> str:
-        """The name of a token, or where the text is shown without it, or without a part of it, what is left."""
-        whole = one.bytes == self._texts.at(one.token, one.begins)
+        """The name of a token that adds what it stands for; of any other, such as a special one, what it adds."""
+        whole = one.bytes and one.bytes == self._texts.at(one.token, one.begins)
+        whole = whole and one.token not in self._texts.special
         return self._texts.name(one.token, one.begins) if whole else one.text
 
     def _top(self, one: Spelled, scored: TokenLogprobs) -> Mapping[str, float]:
