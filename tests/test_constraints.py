@@ -381,7 +381,9 @@ def test_a_limit_that_drafts_contributed_to_is_tried_anew(monkeypatch: pytest.Mo
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     few, compiled = Constraints(tokenizer(), V, [END], kept=2), []
     matcher = few._matcher
-    monkeypatch.setattr(few, "_matcher", lambda kind, text: compiled.append(text) or matcher(kind, text))
+    monkeypatch.setattr(
+        few, "_matcher", lambda kind, text, around: compiled.append(text) or matcher(kind, text, around)
+    )
     for text in ("a", "b", "a", "c", "a", "b"):
         few.processor("regex", text, 0)
     assert compiled == ["a", "b", "c", "b"]

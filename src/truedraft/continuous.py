@@ -167,8 +167,8 @@ class ContinuousEngine:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         if prompt_logprobs is not None and self._target.granularity is None:
             raise Refused(
-                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities of "
-                "its tokens: leave it out"
+                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities "
+                "of its tokens: leave it out"
             )
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         call = Call(
