@@ -70,8 +70,8 @@ def answer_grammar(
 ) -> str | None:
     """The Lark grammar of answers whose text is constrained, in which `@body` is that text.
 
-    Reasoning comes first, if the prompt has begun it or the chat template has a place for it; calls of tools are another
-    answer.
+    Reasoning comes first, if the prompt has begun it or the chat template has a place for it; calls of tools are
+    another answer.
 
     Args:
         tools: those that may be called, as in OpenAI's API.
