@@ -115,6 +115,8 @@ def settings(pick: random.Random) -> dict[str, Any]:
     ):  # fmt: skip
         if pick.random() < 0.12:
             given[name] = value
+    if "skip_special_tokens" in given:  # with which the text would show the token that ends it
+        given.pop("include_stop_str_in_output", None)
     return given
 
 
@@ -148,7 +150,8 @@ def answers(url: str, body: dict[str, Any]) -> list[tuple[str, str]] | str:
         if line.startswith("data: ") and line != "data: [DONE]":
             event = json.loads(line[6:])
             if "error" in event:
-                return f"{event['error'].get('code')} {event['error']['message']}"
+                refused = event["error"]["type"] == "invalid_request_error"
+                return f"{400 if refused else 500} {event['error']['message']}"
             for one in event["choices"]:
                 texts[one["index"]] += 1
                 parts.setdefault(one["index"], []).append(
@@ -186,7 +189,9 @@ def server(kind: str, template: str) -> Iterator[str]:
         file = Path(folder, "template.jinja")
         file.write_text(TEMPLATES[template], encoding="utf-8")
         drafts = ("none", "suffix", "token-recycling")
-        with running(fast, chat_template=str(file), served_model_name="m", max_rows=8, allow_draft=drafts, max_waiting=64) as made:
+        with running(
+            fast, chat_template=str(file), served_model_name="m", max_rows=8, allow_draft=drafts, max_waiting=64
+        ) as made:
             yield made.url
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from threading import Lock
 from typing import Any, Literal
 
@@ -42,10 +43,11 @@ class Constraint(RowwiseProcessor):
         ends: the tokens that end a text.
         prompt: tokens of the prompt, padding included, which are not constrained.
         stops: further tokens that end this text, which are allowed if it may end, and nowhere else.
+        size: tokens of the vocabulary; the parser may have more.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int] = ()):
-        self._start, self._ends, self._prompt = matcher, ends.union(stops), prompt
+    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int], size: int):
+        self._start, self._ends, self._prompt, self._size = matcher, ends.union(stops), prompt, size
         self._stops, self._any_end = sorted(self._ends - ends), min(ends)
         self._matcher, self._consumed = matcher.deep_copy(), list[int]()
 
@@ -59,7 +61,7 @@ class Constraint(RowwiseProcessor):
         output = ids[self._prompt :]
         if not self._ends.isdisjoint(output) or not self._follow(output):
             return []
-        return list(self._matcher.compute_ff_tokens())
+        return [*takewhile(lambda token: token < self._size, self._matcher.compute_ff_tokens())]
 
     def _constrained(self, output: list[int], scores: Tensor) -> Tensor:
         """(V,) scores after the tokens of an output."""
@@ -213,7 +215,8 @@ class Constraints:
         Raises:
             Refused: the definition is invalid, too large, or cannot be enforced whole.
         """
-        return Constraint(self._compile(kind, definition, around), self._ends, prompt, stops)
+        matcher = self._compile(kind, definition, around)
+        return Constraint(matcher, self._ends, prompt, stops, self._tokens.vocab_size - 1)
 
     def enforced(
         self,
