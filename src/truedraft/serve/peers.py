@@ -196,19 +196,17 @@ def spelled(given: Mapping[str, Any]) -> dict[str, str]:
     return meant | (dict.fromkeys(("reasoning_effort", "enable_thinking"), asked) if asked else {})
 
 
-def check_absent(name: str, value: Any, given: Mapping[str, Any], chat: bool) -> bool:
-    """Whether a name is that of a parameter which this server lacks, and asks for nothing.
+def asks_nothing(name: str, value: Any, given: Mapping[str, Any], chat: bool) -> bool:
+    """Whether a name is that of a parameter which this server lacks, at a value that asks for nothing.
 
     Raises:
         ApiError: it asks for something.
     """
     absent = ABSENT.get(name) or (ABSENT_IN_CHAT.get(name) if chat else None)
-    if absent is None:
-        return False
-    if absent.asks(value, given):
+    if absent is not None and absent.asks(value, given):
         text = f"{name}={value!r:.80} is not supported: {absent.remedy}"
         raise ApiError(400, text, name, "unsupported_parameter")
-    return True
+    return absent is not None
 
 
 def _meant(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 from truedraft.serve.errors import ApiError
-from truedraft.serve.peers import check_absent, translated
+from truedraft.serve.peers import asks_nothing, translated
 
 T = TypeVar("T")
 LONGEST_NAME = 256
@@ -27,7 +27,7 @@ NOT_ENFORCED = {
     "disable_additional_properties": "write additionalProperties: false in the schema",
     "disable_any_whitespace": "JSON may have white space: write a grammar without it",
     "structural_tag": TAGS,
-    "whitespace_pattern": "white space in JSON is a space, or a line break and indentation: write a grammar for another",
+    "whitespace_pattern": "white space in JSON is a space, or a line break and indentation: write a grammar",
 }  # vLLM's members of structured_outputs -> the remedy
 
 REFUSED = {
@@ -64,7 +64,6 @@ NO_EFFECT = {
     "store": "responses are not stored",
     "user": "names the end user; namespaces follow from API keys",
 }
-
 
 
 def _whole(given: Any) -> Any:
@@ -121,6 +120,10 @@ class Part(Body):
 
     type: Literal["text"]
     text: str
+
+
+def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}
 
 
 class Prediction(Body):
@@ -183,7 +186,7 @@ class ResponseFormat(Body):
             raise ApiError(400, f"response_format.type='structural_tag': {TAGS}", "response_format.type", UNSUPPORTED)
         if "schema" in given and "json_schema" not in given and given.get("type") in ("json_object", "json_schema"):
             schema = {"schema": given["schema"]}
-            return {**given, "type": "json_schema", "json_schema": schema, "schema": None}
+            return {**_without(given, "schema"), "type": "json_schema", "json_schema": schema}
         return given
 
     @model_validator(mode="after")
@@ -196,7 +199,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's constraints: exactly one of them."""
 
-    json_: dict[str, Any] | bool | None = Field(None, alias="json")
+    json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     choice: List[str] | None = None
     grammar: str | None = None
@@ -208,10 +211,10 @@ class StructuredOutputs(Body):
             if given.get(name):
                 param = f"structured_outputs.{name}"
                 raise ApiError(400, f"{param}={given[name]!r:.80}: {remedy}", param, UNSUPPORTED)
-        kept = {k: v for k, v in given.items() if k not in NOT_ENFORCED and k != "disable_fallback"}
+        kept = _without(given, *NOT_ENFORCED, "disable_fallback")
         if isinstance(text := kept.get("json"), str):
             kept["json"] = _schema_of(text)
-        return {k: v for k, v in kept.items() if not (k == "json_object" and v is False)}
+        return _without(kept, "json_object") if kept.get("json_object") is False else kept
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -291,17 +294,12 @@ class GenerationBody(Body):
             value = named.get(name)
             if value not in (None, "", [], *DEFAULTS.get(name, ())) and name not in cls.model_fields:
                 raise ApiError(400, f"{name} is not supported: {remedy}", name, UNSUPPORTED)
-        found = {
-            name: value for name, value in named.items()
-            if name in cls.model_fields or not (name in NO_EFFECT or name in REFUSED or cls._absent(name, value, named))
-        }  # fmt: skip
-        if found.get("seed") == RANDOM:
-            del found["seed"]
-        return found
-
-    @classmethod
-    def _absent(cls, name: str, value: Any, given: dict[str, Any]) -> bool:
-        return check_absent(name, value, given, "messages" in cls.model_fields)
+        chat = "messages" in cls.model_fields
+        idle = {*NO_EFFECT, *REFUSED} | {
+            name for name, value in named.items() if asks_nothing(name, value, named, chat)
+        }
+        found = {name: value for name, value in named.items() if name in cls.model_fields or name not in idle}
+        return _without(found, "seed") if found.get("seed") == RANDOM else found
 
 
 class CompletionBody(GenerationBody):
@@ -346,10 +344,11 @@ class ChatBody(GenerationBody):
     @classmethod
     def read(cls, given: dict[str, Any]) -> dict[str, Any]:
         found = super().read(given)
+        for name in ("max_tokens", "max_completion_tokens"):
+            found = _without(found, name) if found.get(name) == UNLIMITED else found  # as without it
         if not found.get("tools"):  # there is nothing to call
-            found = {name: value for name, value in found.items() if name not in ("tools", "parallel_tool_calls")}
-            if found.get("tool_choice") in ("auto", "none"):
-                del found["tool_choice"]
+            idle = ("tool_choice",) if found.get("tool_choice") in ("auto", "none") else ()
+            found = _without(found, "tools", "parallel_tool_calls", *idle)
         if found.get("tool_choice") == "any":  # Mistral's name
             found["tool_choice"] = "required"
         return _with_reasoning(found)

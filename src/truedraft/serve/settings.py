@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from truedraft.errors import Refused
 from truedraft.serve.constraints import Kind
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.model import ServedModel
-from truedraft.serve.processors import OutputPenalties
+from truedraft.serve.processors import BadWords, OutputPenalties, spellings
 from truedraft.serve.protocol import (
+    UNLIMITED,
     ChatBody,
     CompletionBody,
     FileReference,
@@ -24,6 +26,7 @@ from truedraft.serve.protocol import (
     ResponseReference,
     TextReference,
 )
+from truedraft.serve.refusals import of_refusal
 
 COLDEST = 1e-6  # temperature: below, the logits of many models overflow
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API reference
@@ -86,6 +89,7 @@ def planned(
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs = _logprobs(model, body)
     constraint = constraint_of(body, forced)
+    banned = _bad_words(model, body)
     skip = body.skip_special_tokens is not False
     shared = _sampling(model, body) | _ends(model, body) | {
         "draft": model.drafter(body.draft, bool(references), constraint is not None),
@@ -102,7 +106,7 @@ def planned(
             criteria = [model.stops(ids, stop, skip, kept)] if stop else []
             settings = shared | {
                 "sequence": choice,
-                "logits_processor": _processors(model, body, len(ids), constraint),
+                "logits_processor": _processors(model, body, len(ids), banned, constraint),
                 "stopping_criteria": StoppingCriteriaList(criteria),
             }
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
@@ -120,6 +124,7 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
         ("prompt", prompts, config.max_prompts),
         ("stop", len(stop), config.max_stop),
         ("stop_token_ids", len(body.stop_token_ids or ()), config.max_stop),
+        ("bad_words", len(body.bad_words or ()), config.max_logit_bias),
         ("logit_bias", len(body.logit_bias or ()), config.max_logit_bias),
         ("references", len(body.references or ()), config.max_references),
     ):
@@ -156,13 +161,11 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
     room = model.max_model_len - prompt
     longer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     name = "max_completion_tokens" if longer else "max_tokens"
-    if isinstance(body, CompletionBody):
-        given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        most = min(given, max(room, 1)) if body.max_tokens is None else given
+    chosen = getattr(body, name)
+    if chosen is None and isinstance(body, CompletionBody):
+        most = min(DEFAULT_MAX_TOKENS, max(room, 1))
     else:
-        assert isinstance(body, ChatBody)
-        chosen = getattr(body, name)
-        most = max(room, 1) if chosen is None else chosen
+        most = max(room, 1) if chosen in (None, UNLIMITED) else chosen
     if prompt < 1:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if most > room:
@@ -228,6 +231,7 @@ def constraint_of(body: GenerationBody, forced: str | None) -> tuple[Kind, Any] 
             "json_schema": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar
         }  # fmt: skip
         found += [(kind, value) for kind, value in kinds.items() if value is not None]
+        found += [("json_object", None)] if given.json_object else []
     if len(found) > 1:
         names = "response_format, structured_outputs and tool_choice"
         raise ApiError(400, f"{names} all constrain the text: give one of them", "response_format")
@@ -236,14 +240,54 @@ def constraint_of(body: GenerationBody, forced: str | None) -> tuple[Kind, Any] 
     return found[0] if found else None
 
 
+def _source(body: GenerationBody, kind: Kind) -> str:
+    """The parameter that a constraint is from."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    members = {"json_schema": "json"}
+    return "tools" if body.structured_outputs is None else f"structured_outputs.{members.get(kind, kind)}"
+
+
+def _bad_words(model: ServedModel, body: GenerationBody) -> list[list[int]]:
+    """The sequences of tokens that must not be completed.
+
+    Raises:
+        ApiError: a word has no tokens, tokens that the model lacks, or is what ends a text.
+    """
+    found: list[list[int]] = []
+    for i, word in enumerate(body.bad_words or ()):
+        ways = spellings(model.tokenizer, word)
+        for ids in ways:
+            if not ids or max(ids) >= model.fast.target.vocabulary:
+                reason = "it has no tokens" if not ids else "it has tokens that the model lacks"
+                raise ApiError(400, f"bad_words[{i}]={word!r:.80}: {reason}; leave it out", "bad_words")
+            if len(ids) == 1 and ids[0] in model.end_ids:
+                raise ApiError(400, f"bad_words[{i}]={word!r:.80} ends the text: use ignore_eos", "bad_words")
+        found += ways
+    return found
+
+
 def _processors(
-    model: ServedModel, body: GenerationBody, prompt: int, constraint: tuple[Kind, Any] | None
+    model: ServedModel,
+    body: GenerationBody,
+    prompt: int,
+    banned: Sequence[Sequence[int]],
+    constraint: tuple[Kind, Any] | None,
 ) -> LogitsProcessorList:
     processors = LogitsProcessorList()
     if body.frequency_penalty or body.presence_penalty:
         processors.append(OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt))
+    if banned:
+        processors.append(BadWords(banned))
     if constraint is not None:
-        processors.append(model.constraints.processor(*constraint, prompt))
+        param = _source(body, constraint[0])
+        if not model.end_ids:
+            text = f"{param}: this model has no end-of-text token, with which a constrained text ends: leave it out"
+            raise ApiError(400, text, param, "unsupported_parameter")
+        try:
+            processors.append(model.constraints.processor(*constraint, prompt))
+        except Refused as error:
+            raise of_refusal(Refused(f"{param}: {error}"), param) from error
     return processors
 
 

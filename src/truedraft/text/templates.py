@@ -158,7 +158,12 @@ def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_empty(value: Any) -> bool:
     """Whether a value says nothing: null, false, an empty text or list, an object of such values."""
-    return value is None or value is False or value in ("", []) or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+    return (
+        value is None
+        or value is False
+        or value in ("", [])
+        or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+    )
 
 
 def _reasoning_field(template: str) -> str:
@@ -267,9 +272,7 @@ def _values(
     for name, value in [*found.items()]:
         if name not in variables(template):
             if value is not None:
-                raise Refused(
-                    f"chat_template_kwargs.{name}: this model's chat template does not read it; leave it out"
-                )
+                raise Refused(f"chat_template_kwargs.{name}: this model's chat template does not read it; leave it out")
             del found[name]
     return found
 
