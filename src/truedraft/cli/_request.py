@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.bench.workloads import Item, items_of
 from truedraft.cli._options import check_seeds
-from truedraft.cli._text import read, waiting
+from truedraft.cli._text import BOM, read, waiting
 from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Ca
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, or standard input; the last two lose a final newline.
+    """The prompt from the argument, a file, or standard input; the last two lose a byte order mark and a final newline.
 
     Raises:
         Refused: none was given, or two, or it is empty or not UTF-8.
@@ -183,7 +183,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise Refused("PROMPT is missing: give it as an argument, with --file, or on standard input")
     else:
         try:
-            text = sys.stdin.read().removesuffix("\n")
+            text = sys.stdin.read().removeprefix(BOM).removesuffix("\n")
         except UnicodeDecodeError as e:
             raise Refused("PROMPT on standard input is not UTF-8 text") from e
     if not text:

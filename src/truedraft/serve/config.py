@@ -145,7 +145,7 @@ def configured(file: Path | None, options: Mapping[str, Any]) -> ServeConfig:
     settings: dict[str, Any] = {}
     if file is not None:
         try:
-            settings = tomllib.loads(file.read_text(encoding="utf-8"))
+            settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
             raise Refused(f"config {file}: {why(e)}") from e
         if unknown := sorted({*settings} - {each.name for each in dataclasses.fields(ServeConfig)}):

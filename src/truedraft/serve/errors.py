@@ -55,7 +55,7 @@ class ApiError(Exception):
         """
         message, param = self.message, self.param
         for name, other in names.items():
-            if re.search(rf"\b{re.escape(other)}\b", self.message):
+            if re.search(rf"(?<![\w.]){re.escape(other)}(?!\w)", self.message):
                 continue  # it has that name already
             whole = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w])")
             message, param = whole.sub(other, message), whole.sub(other, param) if param else param

@@ -186,6 +186,6 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, config: ServeConfig) -> P
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise Refused(f"{path}: {why(e)}") from e

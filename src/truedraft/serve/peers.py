@@ -169,24 +169,26 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     inner = given.get("extra_body")  # OpenAI's client sends its members in the body itself
     flat = [(name, value) for name, value in given.items() if not (name == "extra_body" and isinstance(value, dict))]
     flat += inner.items() if isinstance(inner, dict) else ()
-    own = [(name, name, value) for name, value in flat if name not in SPELLED and name not in REASONING]
-    others = [(name, *pair) for name, value in flat for pair in _meant(name, value)]
+    own = [(name, (name, ""), value) for name, value in flat if name not in SPELLED and name not in REASONING]
+    others = [(name, _member(target), meant) for name, value in flat for target, meant in _meant(name, value)]
     found: dict[str, Any] = {}
     names: dict[str, str] = {}  # parameter -> the name by which it is given
-    for name, target, value in (*own, *others):
+    for name, (parameter, member), value in (*own, *others):
         if value is None:
             continue
-        parameter, _, member = target.partition(".")
         whole, key = (found.setdefault(parameter, {}), member) if member else (found, parameter)
         if not isinstance(whole, dict) or whole.get(key) not in (None, value):
-            first = names.get(target) or names.get(parameter, parameter)
+            first = names.get(parameter, parameter)
             raise ApiError(400, f"{first} and {name} are one parameter, and differ: give one of them", name)
-        if member:
-            found[parameter] = {**whole, key: value}
-        else:
-            found[parameter] = value
-        names[target] = name
+        found[parameter] = {**whole, key: value} if member else value
+        names.setdefault(parameter, name)
     return found
+
+
+def _member(target: str) -> tuple[str, str]:
+    """A parameter, and its member, "" for all of it."""
+    parameter, _, member = target.partition(".")
+    return parameter, member
 
 
 def spelled(given: Mapping[str, Any]) -> dict[str, str]:
