@@ -13,9 +13,10 @@ from urllib.error import HTTPError
 import pytest
 
 pytest.importorskip("fastapi")
+from transformers import GenerationConfig
+
 import truedraft
 from served import Running, running
-from transformers import GenerationConfig
 from truedraft.accelerated import Accelerated
 from truedraft.continuous import ContinuousEngine
 from truedraft.errors import Broken, NoRoom, Refused
@@ -30,9 +31,10 @@ TEMPLATE = (
 )
 EVERYTHING: dict[str, Any] = {
     "prompt": P, "max_tokens": 9, "temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "n": 2, "seed": 3,
-    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "logit_bias": {"5": 1}, "stop": ["zz"],
-    "stop_token_ids": [4000], "min_tokens": 2, "bad_words": ["zz"], "logprobs": 1, "references": ["a text"],
-    "prediction": {"type": "content", "content": "a text"}, "structured_outputs": {"regex": "[a-z ]+"},
+    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "logit_bias": {"5": 1},
+    "stop": ["zz"], "stop_token_ids": [4000], "min_tokens": 2, "bad_words": ["zz"], "logprobs": 1,
+    "references": ["a text"], "structured_outputs": {"regex": "[a-z ]+"},
+    "prediction": {"type": "content", "content": "a text"},
 }  # fmt: skip
 INTERNAL = {"namespace"}  # follows from the API key, and not from a parameter
 # names by which generate, and this library, have what the API has under another name
