@@ -128,8 +128,8 @@ def test_masks_are_not_streamed_on_a_terminal(
         (["--draft", "suffix"], "there is no drafter of any-subset models 'suffix': there are assd"),
         (["--draft", "assd:k=0"], "assd:k=0: give a whole number, 1 to 64"),
         (["--block-length", "4"], "--block-length is for diffusion models: leave it out"),
-        (["--stop", "cat"], "stop_strings=['cat'] is not supported for any-subset models: leave it out"),
-        (["--ties", "recheck"], "ties='recheck' is for autoregressive models: leave it out"),
+        (["--stop", "cat"], "--stop ['cat'] is not supported for any-subset models: leave it out"),
+        (["--ties", "recheck"], "--ties recheck is for autoregressive models: leave it out"),
         (["--dtype", "bfloat16"], "load it in float32 (--dtype float32)"),
     ],
 )
