@@ -121,7 +121,7 @@ def test_masks_are_not_streamed_on_a_terminal(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--stream"], "--stream shows text behind a prompt, and masks are within it: drop --stream"),
+        (["--stream"], "--stream shows text after a prompt, and masks are within it: drop --stream"),
         (["--max-new-tokens", "-1"], "--max-new-tokens -1 must be at least 0"),
         (["--rule", "greedy"], "--rule greedy is not for any-subset models: leave it out"),
         (["--view", "lossy/dual-cache"], "--view lossy/dual-cache is not for any-subset models: leave it out"),

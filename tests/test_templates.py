@@ -135,13 +135,17 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     (CHATML, {"messages": [calling("[1]")]}, "arguments is no JSON object"),
     (CHATML, {"messages": [calling("[" * 10**6)]}, "arguments is no JSON object"),
     (CHATML, {"messages": [calling("{}", strict=True)]}, r"tool_calls\[0\].function.strict is not supported"),
-    (ALTERNATING, {"messages": [{"role": "system", "content": "x"}]}, "messages: System role not supported"),
-    ("{{ messages[7].content.x }}", {"messages": [USER]}, "rejects the messages"),
-    ("{% for x in range(10**9) %}a{% endfor %}", {"messages": [USER]}, "rejects the messages: Range too big"),
-    ("{{ messages.__class__.__mro__ }}", {"messages": [USER]}, "rejects the messages: .*unsafe"),
-    ("{% if %}", {"messages": [USER]}, "rejects the messages"),
+    (ALTERNATING, {"messages": [{"role": "system", "content": "x"}]}, "chat template: System role not supported"),
+    ("{{ messages[7].content.x }}", {"messages": [USER]}, "rejected by this model's chat template"),
+    (
+        "{% for x in range(10**9) %}a{% endfor %}",
+        {"messages": [USER]},
+        "rejected by this model's chat template: Range too big",
+    ),
+    ("{{ messages.__class__.__mro__ }}", {"messages": [USER]}, "rejected by this model's chat template: .*unsafe"),
+    ("{% if %}", {"messages": [USER]}, "rejected by this model's chat template"),
     ("", {"messages": [USER]}, "has no chat template"),
-    ({"other": PLAIN}, {"messages": [USER]}, "none is called default"),
+    ({"other": PLAIN}, {"messages": [USER]}, "none of them called default"),
     ("{# nothing #}", {"messages": [USER]}, "empty prompt"),
 ]
 

@@ -153,6 +153,12 @@ def configured(file: Path | None, options: Mapping[str, Any]) -> ServeConfig:
     return ServeConfig(**settings | dict(options))
 
 
+FORMS: dict[type, str] = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path",
+    tuple: "a list of texts", dict: "a table of names and paths",
+}  # fmt: skip
+
+
 def _checked(each: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     """A value as its setting has it: sizes as numbers, lists as tuples, names of files as paths."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -171,8 +177,10 @@ def _checked(each: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
         value = Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, origin) or (isinstance(value, bool) and kind is not bool):
-        raise Refused(f"{each.name}={value!r}: {meta['help'].rstrip('.')}")
+        raise Refused(f"{each.name}={value!r}: give {FORMS[origin]} ({meta['help'].rstrip('.')})")
     low, high = meta["low"], meta["high"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"

@@ -170,7 +170,7 @@ def longest_of(fast: Accelerated | AcceleratedCanvas, config: ServeConfig) -> in
     if config.max_model_len is None:
         return context or 4096
     if context is not None and config.max_model_len > context:
-        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions")
+        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions; give fewer")
     return config.max_model_len
 
 

@@ -35,6 +35,7 @@ OTHERS = {
     "annotations": "no chat template shows them",
 }  # fields that OpenAI's schema has, and the remedy
 SHOWN = ("tool_calls",)  # fields whose text must be in the prompt, or the message is refused
+SET = "set tokenizer.chat_template, or start a server with --chat-template FILE"
 REASON = 300  # characters of a template's own message, at most
 BETWEEN_PARTS = "\n"  # text parts of one message, as vLLM joins them
 RESERVED = {
@@ -94,11 +95,11 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
         Refused: there is none, or none for conversations.
     """
     if not tokenizer.chat_template:
-        raise Refused("the tokenizer of this model has no chat template: set tokenizer.chat_template")
+        raise Refused(f"messages: the tokenizer of this model has no chat template: {SET}")
     try:
         return str(tokenizer.get_chat_template(None, [{}] if with_tools else None))
     except ValueError as e:
-        raise Refused("the tokenizer of this model has several chat templates and none is called default") from e
+        raise Refused(f"messages: this model has several chat templates, none of them called default: {SET}") from e
 
 
 def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -311,7 +312,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, A
             return tokenizer.apply_chat_template([_with_json_arguments(message) for message in messages], **given)
     except (TemplateError, ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError) as e:
         reason = " ".join(why(e).split())[:REASON]
-        raise Refused(f"this model's chat template rejects the messages: {reason}") from e
+        raise Refused(f"messages are rejected by this model's chat template: {reason}") from e
 
 
 def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def token_ids(
         except (TypeError, ValueError) as e:
             raise Refused(f"{method}: an example of {name!r} is {shown(text)}: give a text, or its token ids") from e
         if not all(0 <= token < vocabulary for token in ids[-1]):
-            raise Refused(f"{method}: an example of {name!r} has tokens that the model's {vocabulary} do not include")
+            raise Refused(f"{method}: an example of {name!r} has tokens outside the model's vocabulary of {vocabulary}")
     if not any(ids):
         raise Refused(f"{method}: {name!r} has no examples: give some texts like those that it is for")
     return ids
