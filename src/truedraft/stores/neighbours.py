@@ -80,8 +80,8 @@ class Neighbours:
         for name, tokens in documents:
             if tokens and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
                 raise Refused(
-                    f"document {name!r} has token ids outside the model's vocabulary of {config.vocab_size}: give those "
-                    "of this model's tokenizer"
+                    f"document {name!r} has token ids outside the model's vocabulary of {config.vocab_size}: give "
+                    "those of this model's tokenizer"
                 )
             if len(tokens) > 1:
                 names.append(name)
