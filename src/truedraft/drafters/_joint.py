@@ -86,7 +86,7 @@ class Joint(Drafter):
 
     @property
     def vocab_size(self) -> int | None:
-        sizes = {part.vocab_size for part in self.parts} - {None}
+        sizes = {part.vocab_size for part in self.parts if part.vocab_size is not None}
         if len(sizes) > 1:
             raise Refused(
                 f"{self.name}: its parts have vocabularies of different sizes ({', '.join(map(str, sorted(sizes)))}): "

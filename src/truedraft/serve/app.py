@@ -170,11 +170,12 @@ class Server:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
         if not isinstance(given, dict):
             raise ApiError(400, "the body is no JSON object: give parameters by name", code="invalid_json")
-        request.state.spelled, given = spelled(given), translated(given)
+        named = translated(given)
+        request.state.spelled = spelled(given)
         try:
-            return kind.model_validate(given)
+            return kind.model_validate(named)
         except ValidationError as error:
-            raise of_validation(error, given) from None
+            raise of_validation(error, named) from None
 
     async def answered(
         self, request: Request, body: GenerationBody, prepare: Callable[[str, str], tuple[Plan, Format]]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from truedraft.serve.errors import ApiError
 
+MOST_KEYS = 256  # names in an object of parameters that are checked one by one
 SPELLED = {
     "ebnf": "structured_outputs.grammar",
     "grammar": "structured_outputs.grammar",
@@ -167,8 +168,10 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
         ApiError: one is given by two names, with different values, or in a form that is not understood.
     """
     inner = given.get("extra_body")  # OpenAI's client sends its members in the body itself
+    check_count(len(given))
     flat = [(name, value) for name, value in given.items() if not (name == "extra_body" and isinstance(value, dict))]
     flat += inner.items() if isinstance(inner, dict) else ()
+    check_count(len(flat))
     own = [(name, (name, ""), value) for name, value in flat if name not in SPELLED and name not in REASONING]
     others = [(name, _member(target), meant) for name, value in flat for target, meant in _meant(name, value)]
     found: dict[str, Any] = {}
@@ -183,6 +186,12 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
         found[parameter] = {**whole, key: value} if member else value
         names.setdefault(parameter, name)
     return found
+
+
+def check_count(names: int) -> None:
+    """Raises ApiError for more names than are checked one by one."""
+    if names > MOST_KEYS:
+        raise ApiError(400, f"an object has {names} names: leave out what is no parameter", code="invalid_value")
 
 
 def _member(target: str) -> tuple[str, str]:

@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 from truedraft.serve.errors import ApiError
-from truedraft.serve.peers import asks_nothing, translated
+from truedraft.serve.peers import asks_nothing, check_count, translated
 
 T = TypeVar("T")
 LONGEST_NAME = 256
 MOST_BIASES = 1 << 16  # entries of logit_bias that are checked one by one
-MOST_KEYS = 256  # names in an object of parameters that are checked one by one
 SEEDS = 2**64
 RANDOM = -1  # as seed: one is drawn, as in vLLM
 UNSUPPORTED = "unsupported_parameter"
@@ -105,8 +104,7 @@ class Body(BaseModel):
     def _given(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if len(given) > MOST_KEYS:
-            raise ValueError(f"an object with {len(given)} names: leave out what is no parameter")
+        check_count(len(given))
         return cls.read({name: value for name, value in given.items() if value is not None})
 
     @classmethod
@@ -292,13 +290,15 @@ class GenerationBody(Body):
         named = translated(given)
         for name, remedy in REFUSED.items():
             value = named.get(name)
-            if value not in (None, "", [], *DEFAULTS.get(name, ())) and name not in cls.model_fields:
+            if value not in (None, "", [], {}, *DEFAULTS.get(name, ())) and name not in cls.model_fields:
                 raise ApiError(400, f"{name} is not supported: {remedy}", name, UNSUPPORTED)
         chat = "messages" in cls.model_fields
         idle = {*NO_EFFECT, *REFUSED} | {
             name for name, value in named.items() if asks_nothing(name, value, named, chat)
         }
         found = {name: value for name, value in named.items() if name in cls.model_fields or name not in idle}
+        if found.get("logprobs") is False:
+            found = _without(found, "logprobs")
         return _without(found, "seed") if found.get("seed") == RANDOM else found
 
 
