@@ -157,3 +157,77 @@ def test_what_cannot_be_honoured_is_refused(
     with pytest.raises(Refused, match=message) as raised:
         render(with_template(nano, template), **given)
     assert "\n" not in str(raised.value)
+
+
+GRADED = "{% for m in messages %}{{ m.content }}{% endfor %}Reasoning: {{ reasoning_effort }}"
+QWEN = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+    "{{ m['content'].split('</think>')[-1] }}{% endfor %}{{ '<think>' if thinking else '</think>' }}"
+)
+BOTH = GRADED + "{% if enable_thinking is false %} no{% endif %}"
+ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "read"),
+    [
+        (GRADED, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (GRADED, {"enable_thinking": True}, {}),
+        (QWEN, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        (QWEN, {"reasoning_effort": "high"}, {"enable_thinking": True}),
+        (QWEN, {"thinking": False}, {"enable_thinking": False}),
+        (QWEN, {"enable_thinking": False, "reasoning_effort": "none"}, {"enable_thinking": False}),
+        (DEEPSEEK, {"reasoning_effort": "minimal"}, {"thinking": True}),
+        (DEEPSEEK, {"enable_thinking": False}, {"thinking": False}),
+        (BOTH, {"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (BOTH, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        (PLAIN, {"reasoning_effort": "high", "enable_thinking": True, "thinking": None}, {}),
+        (PLAIN, {"reasoning_effort": "none"}, {}),
+        (ALWAYS, {"reasoning_effort": "high", "enable_thinking": True}, {}),
+    ],
+)
+def test_reasoning_is_asked_for_as_the_template_reads_it(
+    nano: PreTrainedTokenizerBase, template: str, values: dict[str, Any], read: dict[str, Any]
+) -> None:
+    tokenizer = with_template(nano, template)
+    expected: Any = tokenizer.apply_chat_template([USER], add_generation_prompt=True, **read)
+    assert render(tokenizer, [USER], template_kwargs=values) == expected["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "words"),
+    [
+        (ALWAYS, {"reasoning_effort": "none"}, "reasoning_effort='none': this model always reasons"),
+        (ALWAYS, {"enable_thinking": False}, "enable_thinking=False: this model always reasons"),
+        (GRADED, {"thinking": False}, "give a low reasoning_effort"),
+        (QWEN, {"reasoning_effort": "low", "enable_thinking": False}, "contradicts enable_thinking=False"),
+        (QWEN, {"content": "x"}, "chat_template_kwargs.content"),
+        (QWEN, {"mood": "good"}, "chat_template_kwargs.mood"),
+    ],
+)
+def test_reasoning_that_the_template_cannot_express_is_refused(
+    nano: PreTrainedTokenizerBase, template: str, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        render(with_template(nano, template), [USER], template_kwargs=values)
+
+
+NAMED = "{% for m in messages %}{{ m.content }}{% if m.FIELD %}<{{ m.FIELD }}>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("written", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_earlier_messages_has_the_name_of_the_template(
+    nano: PreTrainedTokenizerBase, written: str, given: str
+) -> None:
+    tokenizer = with_template(nano, NAMED.replace("FIELD", written))
+    found = render(tokenizer, [USER, {"role": "assistant", "content": "no", given: "hm"}])
+    assert tokenizer.decode(found).endswith("no<hm>")
+
+
+def test_names_are_shown_where_the_template_shows_them(nano: PreTrainedTokenizerBase) -> None:
+    message = {**USER, "name": "anna"}
+    assert nano.decode(render(with_template(nano, NAMED.replace("FIELD", "name")), [message])).endswith("<anna>")
+    tokenizer = with_template(nano, PLAIN)
+    assert render(tokenizer, [message]) == render(tokenizer, [USER])
