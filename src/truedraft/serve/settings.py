@@ -140,7 +140,7 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
     if (name := body.model) is not None and name != model.name:
         raise ApiError(404, f"model={name!r} is not served here: use {model.name!r}", "model", "model_not_found")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+        raise ApiError(400, "stream_options needs stream=true: give it, or leave both out", "stream_options")
 
 
 def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> None:
@@ -177,7 +177,7 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
             name, "context_length_exceeded",
         )  # fmt: skip
     if (body.min_tokens or 0) > most:
-        raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}", "min_tokens")
+        raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}: lower it", "min_tokens")
     return most
 
 
@@ -313,12 +313,16 @@ def documents_of(model: ServedModel, reference: Reference, namespace: str, index
         case FileReference(name=name):
             if name not in model.files:
                 raise ApiError(
-                    404, f"references[{index}]: this server was started without a file {name!r}", "references"
+                    404,
+                    f"references[{index}]: this server was started without a file {name!r}: give its text",
+                    "references",
                 )
             return model.files[name]
         case ResponseReference(id=id):
             if (tokens := model.response(namespace, id)) is None:
-                raise ApiError(404, f"references[{index}]: there is no response {id!r} any more", "references")
+                raise ApiError(
+                    404, f"references[{index}]: no response {id!r} is kept here: give its text", "references"
+                )
             return tokens
         case TextReference(text=text):
             return model.encoded(text, False)

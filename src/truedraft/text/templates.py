@@ -144,7 +144,7 @@ def _fields(message: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]
     role = message.get("role")
     if not isinstance(role, str) or role not in FIELDS:
         raise Refused(f"{place}.role {role!r} is unknown: there are {', '.join(FIELDS)}")
-    fields = {k: v for k, v in _said(message).items() if k != "role"}
+    fields = {k: v for k, v in _without_empty(message).items() if k != "role"}
     for field in fields:
         if field not in FIELDS[role]:
             remedy = OTHERS.get(field, f"messages of this role have {', '.join(sorted(FIELDS[role]))}")
@@ -152,7 +152,7 @@ def _fields(message: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]
     return role, fields
 
 
-def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an object that say something: clients return messages with all fields, most of them empty."""
     return {k: v for k, v in fields.items() if k != CACHE and not (_is_empty(v) and (v is None or k != "content"))}
 
@@ -203,7 +203,7 @@ def _part(part: Any, place: str) -> str:
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise Refused(f"{place} is of type {kind!r}: this model reads text; give parts of type 'text'")
-    if more := sorted(_said(part).keys() - {"type", field}):
+    if more := sorted(_without_empty(part).keys() - {"type", field}):
         raise Refused(f"{place}.{more[0]} is not supported in a part of type {kind}: leave it out")
     return _text(part.get(field), f"{place}.{field}")
 
@@ -234,7 +234,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
         (call, {"id", "type", "function", "index"}, ""),
         (function, {"name", "arguments", "parsed_arguments"}, ".function"),
     ):
-        if more := sorted(_said(found).keys() - known):
+        if more := sorted(_without_empty(found).keys() - known):
             raise Refused(f"{place}{where}.{more[0]} is not supported: leave it out")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
