@@ -353,9 +353,20 @@ def test_tools_that_are_none_need_no_choice(server: Running, plain: Accelerated)
         assert status == 200, (more, answer)
         texts.add(answer["choices"][0]["message"]["content"])
     assert len(texts) == 1
-    for choice in ("required", "any", {"type": "function", "function": {"name": "look"}}):
+    for choice in ("required", "any", {"type": "any"}, {"type": "function", "function": {"name": "look"}}):
         status, answer = sent(server, "/v1/chat/completions", {**own, "tool_choice": choice})
         assert (status, answer["error"]["param"]) == (400, "tools")
+
+
+def test_choices_of_tools_have_the_forms_of_other_apis() -> None:
+    named = {"type": "function", "function": {"name": "look"}}
+    for given, meant in (
+        ("any", "required"), ({"type": "any"}, "required"), ({"type": "auto"}, "auto"), ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "look"}, named), ({"type": "function", "name": "look"}, named), (named, named),
+        ("required", "required"),
+    ):  # fmt: skip
+        body = {"messages": [USER], "tools": [named], "tool_choice": given}
+        assert ChatBody.model_validate(body).tool_choice == meant
 
 
 @pytest.mark.parametrize(

@@ -346,11 +346,11 @@ class ChatBody(GenerationBody):
         found = super().read(given)
         for name in ("max_tokens", "max_completion_tokens"):
             found = _without(found, name) if found.get(name) == UNLIMITED else found  # as without it
+        if "tool_choice" in found:
+            found["tool_choice"] = _choice_of(found["tool_choice"])
         if not found.get("tools"):  # there is nothing to call
             idle = ("tool_choice",) if found.get("tool_choice") in ("auto", "none") else ()
             found = _without(found, "tools", "parallel_tool_calls", *idle)
-        if found.get("tool_choice") == "any":  # Mistral's name
-            found["tool_choice"] = "required"
         return _with_reasoning(found)
 
     @model_validator(mode="after")
@@ -362,6 +362,16 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs", "invalid_value")
         return self
+
+
+def _choice_of(given: Any) -> Any:
+    """A choice of tools as OpenAI's chat API has it, from the forms of Mistral ("any"), Anthropic (`{"type": "any"}`,
+    `{"type": "tool", "name": ...}`) and OpenAI's responses (`{"type": "function", "name": ...}`)."""
+    if isinstance(given, dict) and given.keys() == {"type", "name"} and given["type"] in ("function", "tool"):
+        return {"type": "function", "function": {"name": given["name"]}}
+    if isinstance(given, dict) and given.keys() == {"type"}:
+        given = given["type"]
+    return "required" if given == "any" else given
 
 
 def _with_reasoning(given: dict[str, Any]) -> dict[str, Any]:
