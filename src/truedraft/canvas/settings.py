@@ -106,7 +106,7 @@ def settings_of(
     layout = layout.of_length(block)
     new = config.max_new_tokens or (config.max_length - prompt if config.max_length else NEW)
     if new < 1:
-        raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
+        raise Refused(f"max_length={config.max_length} leaves no room after {prompt} prompt tokens: raise it")
     sample = bool(config.do_sample)
     noise = CanvasNoise(seed_of(seed)) if sample else None
     ends = config.eos_token_id

@@ -15,15 +15,17 @@ from truedraft.errors import Note, Refused, why
 if TYPE_CHECKING:
     from rich.console import Console
 
+BOM = "\ufeff"  # a byte order mark, which some editors and shells put before a text
+
 
 def read(path: Path, option: str) -> str:
-    """The text of a file given as `option`.
+    """The text of a file given as `option`, without a byte order mark.
 
     Raises:
         Refused: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise Refused(f"{option} {path}: not UTF-8 text") from e
     except OSError as e:

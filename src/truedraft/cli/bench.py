@@ -248,7 +248,7 @@ def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
     for name in sorted(unused):
         if _given(context, name):
             flags = " and ".join(f"--{mode}" for mode in modes)
-            raise Refused(f"--{name.replace('_', '-')} has no meaning beside {flags}: leave one of them out")
+            raise Refused(f"--{name.replace('_', '-')} has no meaning together with {flags}: leave one of them out")
     for name in REPLAYED:
         if "replay" not in modes and _given(context, name):
             raise Refused(f"--{name} has no meaning without --replay: leave it out, or give recorded outputs")

@@ -131,7 +131,7 @@ class Output:
     def unstreamed(self, stream: bool | None) -> Output:
         """The form of texts whose prompts have masks; raises Refused where a stream of them was requested."""
         if stream:
-            raise Refused("--stream shows text behind a prompt, and masks are within it: drop --stream")
+            raise Refused("--stream shows text after a prompt, and masks are within it: drop --stream")
         return replace(self, stream=False)
 
     def write_all(self, fast: Accelerated, requests: Sequence[Request]) -> int:

@@ -52,9 +52,7 @@ def shapes(
     Raises Refused, before any work: a file, folder or model cannot be used, or there is nothing to measure.
     """
     if not model and not parameters:
-        raise Refused(
-            "there is nothing to measure: give --model MODEL, or --parameters N for shapes of so many weights"
-        )
+        raise Refused("there is nothing to measure: give --model MODEL, or --parameters N for shapes with N weights")
     given = {"--parameters": (parameters, 0), "--minutes": (minutes, 0), "--length": (length, 1)}
     given |= {"--max-new-tokens": (max_new_tokens, 1), "--layers": (min(layers or LAYERS), 1)}
     for option, (value, least) in given.items():

@@ -131,7 +131,7 @@ class CompiledPass(ExtendingPass):
 
     def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
         """Read pieces of prompts in one call; see `Runner.read_pieces`."""
-        nodes, gather, embeds = Nodes(), [], []
+        nodes, gather, embeds = Nodes(), list[int](), []
         for piece in pieces:
             prompt, n, span = piece.prompt, len(piece), slice(piece.start, piece.end)
             nodes.add_chain(piece.slot, piece.start, None if prompt.ids is None else prompt.ids[span].tolist(), n)

@@ -21,7 +21,7 @@ COPIED = "diffusion models copy from no texts"
 SCORED = "positions of a diffusion model are scored before all that stands before them is known"
 MEANINGLESS = {  # parameter -> why it has no meaning
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "response_format"), PREFIX),
-    **dict.fromkeys(("structured_outputs", "tools", "logit_bias"), PREFIX),
+    **dict.fromkeys(("structured_outputs", "tools", "logit_bias", "bad_words"), PREFIX),
     **dict.fromkeys(("references", "prediction"), COPIED),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), SCORED),
 }

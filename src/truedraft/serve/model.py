@@ -167,7 +167,7 @@ def longest_of(fast: Accelerated | AcceleratedCanvas, config: ServeConfig) -> in
     if config.max_model_len is None:
         return context or 4096
     if context is not None and config.max_model_len > context:
-        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions")
+        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions; give fewer")
     return config.max_model_len
 
 
@@ -183,6 +183,6 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, config: ServeConfig) -> P
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise Refused(f"{path}: {why(e)}") from e

@@ -68,7 +68,7 @@ class Unchanged:
 
     def __call__(self) -> None:
         if self._state() != self._before:
-            raise Refused(f"{self._name} was changed while it was in use: open it anew, and replace such files whole")
+            raise Refused(f"{self._name} was changed while it was in use: open it again, and replace such files whole")
 
 
 class Read(NamedTuple):
@@ -102,7 +102,7 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
             if metadata.get("format") != f"truedraft {kind}":
                 raise Refused(f"{file_is} is no {kind}: build one with `{maker}`")
             if metadata["version"] != str(version):
-                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it anew")
+                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it again")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         expected = json.loads(metadata["checksums"])
         wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["config"]).items())
@@ -114,7 +114,7 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
     except Refused:
         raise
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-        raise Refused(f"{file_is} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
+        raise Refused(f"{file_is} is damaged, or no {kind} ({' '.join(str(e).split())}): build it again") from e
 
 
 def _checksums(arrays: Mapping[str, Any], config: str) -> dict[str, int]:

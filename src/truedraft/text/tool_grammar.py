@@ -91,11 +91,11 @@ def answer_grammar(
             "tools with a constraint of the answer: the format of this model's tool calls is unknown, so that none "
             "could be made; leave out one of them, or set tool_choice='none'"
         )
+    tags, before = THINK if THINK[1] in template else None, ""
     if form is HARMONY:
         tags, before = ANALYSIS, CHANNELS[1] + "final" + CHANNELS[2]
-    else:
-        own = THINK if THINK[1] in template else None
-        tags, before = own if response is None else _tags_of(response), ""
+    elif response is not None:
+        tags = _tags_of(response)
     if tags is None and not tools:
         return None
     grammar = _Grammar(tokenizer, form, tags or ())

@@ -44,8 +44,8 @@ class Lookahead(PerRow[tuple[JacobiWindow, NgramPool]]):
     def bind(self, target: Target) -> None:
         if not target.branching:
             raise Refused(
-                f"draft='lookahead' reads guesses beside its draft, and {type(target.model).__name__} scores single "
-                "chains only, because it has states: use another drafter"
+                f"draft='lookahead' reads guesses in addition to its draft, and {type(target.model).__name__} scores "
+                "single chains only, because it has states: use another drafter"
             )
         super().bind(target)
 
