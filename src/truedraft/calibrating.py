@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +113,10 @@ class TextEvaluator:
     def goodput(self, view: View) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")
         emitted, read, share = 0, 0.0, self.target.share(view)
+        settings: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, stop_strings=None)
         for text in self.texts:
             prompt = torch.tensor([text[:PROMPT]], device=self.target.device)
-            fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+            fast.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
             report = fast.report()
             emitted += report.tokens
             read += report.row_passes + share * sum(e.offered for p in report.passes for e in p.emitted)
