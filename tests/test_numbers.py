@@ -152,7 +152,7 @@ def test_lengths_of_canvases_may_be_floats() -> None:
     expected = fast.generate(ids, max_new_tokens=32, block_length=32)
     for given in ({"max_new_tokens": 32.0}, {"max_length": 32.0 + ids.shape[1]}):
         assert torch.equal(fast.generate(ids, block_length=32, **given), expected)
-    with pytest.raises(Refused, match="max_new_tokens=31.5: give a whole number of at least 1"):
+    with pytest.raises(Refused, match=r"max_new_tokens=31\.5: give a whole number of at least 1"):
         fast.generate(ids, max_new_tokens=31.5)
     renoised: Any = model_of()
     given = {**TRACE, "max_new_tokens": float(TRACE["max_new_tokens"])}

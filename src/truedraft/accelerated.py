@@ -23,6 +23,7 @@ from truedraft.call.arguments import (
     check_arguments,
     check_settings,
     for_decode_loop,
+    note_beams,
     sources_of,
 )
 from truedraft.call.numbers import named, whole
@@ -384,6 +385,9 @@ def accelerate(
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
+
+    Warns:
+        Note: the model's generation config searches with beams, which `generate` refuses.
     """
     model = unwrapped(model)
     with defaults():
@@ -400,4 +404,5 @@ def accelerate(
             check_for_canvas(ties, control)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout, view)  # type: ignore
         lossy = None if view is None else view_of(view)
+        note_beams(model)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

@@ -73,5 +73,5 @@ def ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
 
 
 def longest(criteria: StoppingCriteriaList) -> int:
-    """The length, prompt included, at which every row has ended: the first that reaches a limit, which may be a float."""
+    """The length, prompt included, at which every row has ended: the first that reaches a limit, perhaps a float."""
     return math.ceil(min(c.max_length for c in criteria if isinstance(c, sc.MaxLengthCriteria)))

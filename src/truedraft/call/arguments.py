@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from truedraft.call.numbers import check_numbers, setting
 from truedraft.card import shown
 from truedraft.chance import Chance, PositionNoise, StreamNoise
-from truedraft.errors import Refused
+from truedraft.errors import Note, Refused
 from truedraft.stores.references import References, Text
 from truedraft.targets._base import Target
 from truedraft.targets.inputs import prompt_ids
@@ -32,9 +33,10 @@ ARGUMENTS = {
     "position_ids": "positions follow from the attention mask",
     "synced_gpus": "one process decodes one batch",
 }
+ONE_BEAM = "model.generation_config.num_beams = 1"
 # Settings that the engine does not support: the neutral value, and the reason.
 SETTINGS = {
-    "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
+    "num_beams": (1, f"beam search is not supported; num_beams=1 searches greedily, and {ONE_BEAM} does so for good"),
     "num_beam_groups": (1, "group beam search is not supported"),
     "penalty_alpha": (None, "contrastive search is not supported"),
     "dola_layers": (None, "DoLa decoding is not supported"),
@@ -71,6 +73,14 @@ def check_settings(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise Refused(f"{mode.value.replace('_', ' ')} is not supported: drop the settings that ask for it")
+
+
+def note_beams(model: PreTrainedModel) -> None:
+    """Warns with a Note where a model's generation config searches with beams, as many translation models do."""
+    beams = getattr(getattr(model, "generation_config", None), "num_beams", None) or 1
+    if beams != 1:
+        text = f"its generation config has num_beams={beams}, and beam search is not supported: {ONE_BEAM} sets greedy "
+        warnings.warn(f"{type(model).__name__}: {text}search for good, num_beams=1 for a call", Note, stacklevel=3)
 
 
 def _check_neutral(values: Mapping[str, Any]) -> None:

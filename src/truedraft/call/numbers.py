@@ -32,7 +32,7 @@ def setting(name: str, kwargs: Mapping[str, Any], model: Any) -> Any:
 
 
 def check_numbers(kwargs: Mapping[str, Any], model: Any) -> None:
-    """Raises Refused for a length without an end, which leaves nothing to reserve memory for, and for numbers as text."""
+    """Raises Refused for a length without an end, for which no memory can be reserved, and for numbers as text."""
     for name in (*WHOLE, *FRACTIONS):
         value = setting(name, kwargs, model)
         if isinstance(value, str):

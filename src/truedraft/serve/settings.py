@@ -210,6 +210,7 @@ def _ends(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
         "eos_token_id": ends or None,
         "pad_token_id": model.tokenizer.pad_token_id or 0,
         "min_new_tokens": body.min_tokens or None,
+        "num_beams": 1,
     }
 
 

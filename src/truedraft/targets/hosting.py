@@ -270,14 +270,15 @@ def _generated(
 
     begun = longest - last + 1
     zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
+    settings = {**_without_effect(model), "max_length": longest, "use_cache": True}
+    settings |= {"num_beams": 1, "num_return_sequences": 1}
     model.generate(
-        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, **zeros,
-        **{**_without_effect(model), "max_length": longest, "use_cache": True, "num_beams": 1, "num_return_sequences": 1},
+        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, **settings, **zeros
     )  # fmt: skip
     return torch.stack(scores, 1)
 
 
-def _without_effect(model: Any) -> dict[str, None]:
+def _without_effect(model: Any) -> dict[str, Any]:
     """The settings of a model's own generation config that choose tokens, lengths or ends, as if it had none: some of
     them need what only a call has, as stop strings need a tokenizer."""
     return dict.fromkeys(OPTIONS & model.generation_config.to_diff_dict().keys() - TOKENS)
