@@ -24,6 +24,7 @@ from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 from truedraft.serve.protocol import GenerationBody
 from truedraft.serve.stops import StopStrings
+from truedraft.targets.quirks import steps_before_switch
 from truedraft.text.pieces import Pieces
 
 CONTEXT = 8  # last prompt tokens with which a completion is decoded
@@ -116,6 +117,10 @@ class ServedModel:
             if before and spec not in self._composed:
                 self._composed[spec] = registry.load("drafters", spec)
             return self._composed[spec] if before else plain
+
+    def before_switch(self, prompt: int) -> tuple[int, str] | None:
+        """Most tokens behind a prompt, up to the length at which its rotary embeddings change; see `quirks`."""
+        return steps_before_switch(self.fast.model.config.get_text_config(decoder=True), prompt)
 
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError where a parameter has no meaning for this model."""

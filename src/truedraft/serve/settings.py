@@ -148,21 +148,24 @@ def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> No
 
 
 def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
-    """Most tokens that a row emits.
+    """Most tokens that a row emits; by default, in a chat, all for which there is room.
 
     Raises:
-        ApiError: they do not fit in the context behind the prompt.
+        ApiError: they do not fit in the context behind the prompt, or cross the length at which its rotary embeddings
+            change.
     """
     room = model.max_model_len - prompt
+    switch = model.before_switch(prompt)
+    near = room if switch is None else min(room, switch[0])
     longer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     name = "max_completion_tokens" if longer else "max_tokens"
     if isinstance(body, CompletionBody):
         given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        most = min(given, max(room, 1)) if body.max_tokens is None else given
+        most = min(given, max(near, 1)) if body.max_tokens is None else given
     else:
         assert isinstance(body, ChatBody)
         chosen = getattr(body, name)
-        most = max(room, 1) if chosen is None else chosen
+        most = max(near, 1) if chosen is None else chosen
     if prompt < 1:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if most > room:
@@ -173,6 +176,10 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
             f"{name}",
             name, "context_length_exceeded",
         )  # fmt: skip
+    if switch is not None and most > switch[0]:
+        remedy = f"set {name} to at most {switch[0]}" if switch[0] > 0 else "shorten the prompt"
+        raise ApiError(400, f"{name}={most}: a prompt of {prompt} tokens and {most} new ones reach {switch[1]}: {remedy}",
+                       name, "context_length_exceeded")  # fmt: skip
     if (body.min_tokens or 0) > most:
         raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}", "min_tokens")
     return most
