@@ -46,8 +46,9 @@ class TextEvaluator:
     def __post_init__(self) -> None:
         self.target = hosted(self.model)
         self.texts = [list(text[:LONGEST]) for text in self.texts if len(text) > 1]
+        self.prompts = [prompt for prompt in self.prompts if len(prompt)]
         if not self.texts:
-            raise Refused("the calibration needs texts of at least two tokens")
+            raise Refused("--data: the calibration needs texts of at least two tokens, and has none: give longer lines")
 
     @property
     def layers(self) -> int:
@@ -63,6 +64,8 @@ class TextEvaluator:
     @torch.no_grad()
     def states(self) -> Tensor:
         target, last, states = self.target, Taps((-1,)), []
+        if not self.prompts:
+            raise Refused("--data: the calibration reads the ends of prompts, and none has a token: give other lines")
         target.check_taps(last)
         for prompt in self.prompts:
             with target.temporary_cache(1, len(prompt) + 1):

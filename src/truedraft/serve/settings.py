@@ -178,8 +178,8 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
         )  # fmt: skip
     if switch is not None and most > switch[0]:
         remedy = f"set {name} to at most {switch[0]}" if switch[0] > 0 else "shorten the prompt"
-        raise ApiError(400, f"{name}={most}: a prompt of {prompt} tokens and {most} new ones reach {switch[1]}: {remedy}",
-                       name, "context_length_exceeded")  # fmt: skip
+        text = f"{name}={most}: a prompt of {prompt} tokens and {most} new ones reach {switch[1]}: {remedy}"
+        raise ApiError(400, text, name, "context_length_exceeded")
     if (body.min_tokens or 0) > most:
         raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}", "min_tokens")
     return most
