@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,9 @@ class TextEvaluator:
     def __post_init__(self) -> None:
         self.target = hosted(self.model)
         self.texts = [list(text[:LONGEST]) for text in self.texts if len(text) > 1]
+        self.prompts = [prompt for prompt in self.prompts if len(prompt)]
         if not self.texts:
-            raise Refused("the calibration needs texts of at least two tokens")
+            raise Refused("--data: the calibration needs texts of at least two tokens, and has none: give longer lines")
 
     @property
     def layers(self) -> int:
@@ -62,6 +64,8 @@ class TextEvaluator:
     @torch.no_grad()
     def states(self) -> Tensor:
         target, last, states = self.target, Taps((-1,)), []
+        if not self.prompts:
+            raise Refused("--data: the calibration reads the ends of prompts, and none has a token: give other lines")
         target.check_taps(last)
         for prompt in self.prompts:
             with target.temporary_cache(1, len(prompt) + 1):
@@ -112,9 +116,10 @@ class TextEvaluator:
     def goodput(self, view: View) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")
         emitted, read, share = 0, 0.0, self.target.share(view)
+        settings: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, stop_strings=None)
         for text in self.texts:
             prompt = torch.tensor([text[:PROMPT]], device=self.target.device)
-            fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+            fast.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
             report = fast.report()
             emitted += report.tokens
             read += report.row_passes + share * sum(e.offered for p in report.passes for e in p.emitted)

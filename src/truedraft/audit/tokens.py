@@ -233,7 +233,8 @@ def _expected(
 ) -> Expected:
     torch.manual_seed(mode.seed)
     generate: Any = model.generate
-    out = generate(**inputs, generation_config=settings, return_dict_in_generate=True, output_logits=True)
+    kept: dict[str, Any] = dict(return_dict_in_generate=True, output_logits=True)
+    out = generate(**inputs, generation_config=settings, stop_strings=None, **kept)
     prompts, ids = out.sequences.cpu().split([out.sequences.shape[1] - len(out.logits), len(out.logits)], 1)
     logits = torch.stack(out.logits, 1).float().cpu()
     lengths = [_ended(row.tolist(), settings.eos_token_id) for row in ids]
@@ -270,7 +271,7 @@ def _compared(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows that differ, each with the fields of its `Divergence`."""
     torch.manual_seed(mode.seed)
-    ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
+    ids = side.generate(**inputs, generation_config=settings, stop_strings=None)[:, expected.prompts.shape[1] :].cpu()
     tracer: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         reference, got = expected.ids[row, :n].tolist(), ids[row].tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typer import Argument, Option
 from truedraft.cli._diff import coloured, marked
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import check_names
-from truedraft.errors import Refused, why
+from truedraft.errors import Note, Refused, why
 from truedraft.files import whole
 from truedraft.layout import labelled
 
@@ -57,10 +58,14 @@ class ModelOptions:
         check_names(self.model, self.dtype, self.quantize, self.argument, drafts=[self.draft], control=self.control)
 
     def load(self) -> Accelerated:
-        return accelerated(
-            self.model, self.dtype, self.draft, self.control, self.quantize,
-            argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*num_beams", Note
+            )  # lines are decoded greedily, which is noted at the end
+            return accelerated(
+                self.model, self.dtype, self.draft, self.control, self.quantize,
+                argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

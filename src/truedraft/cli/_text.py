@@ -68,14 +68,16 @@ def reading(show: Callable[[str], None], text: str) -> Callable[[int, int], None
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Within the block, every `Note` is a line on stderr; other warnings are shown as before."""
+    """Within the block, every `Note` is a line on stderr, once; other warnings are shown as before."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
-        others = warnings.showwarning
+        others, shown = warnings.showwarning, set[str]()
 
         def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, Note):
-                print(f"note: {message}", file=sys.stderr)
+                if str(message) not in shown:
+                    print(f"note: {message}", file=sys.stderr)
+                shown.add(str(message))
             else:
                 others(message, category, *where, **more)
 

@@ -136,7 +136,7 @@ def bench(
             attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
             others = baselines and not lossy and not diffuses
-            of_transformers = _baselines(model, assistant, loaded, dtype) if others else []
+            of_transformers = _baselines(model, assistant, loaded, reader, dtype) if others else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             if diffuses:
@@ -273,14 +273,14 @@ def _tokenizer(context: Context, model: str, tokenizer: str | None) -> tuple[str
     return (model, "MODEL") if tokenizer is None else (tokenizer, "--tokenizer")
 
 
-def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
+def _baselines(name: str, assistant: str | None, model: Any, tokenizer: Any, dtype: str) -> list[Side]:
     """transformers' own speculative decoding."""
     from truedraft.bench.sides import transformers_side
 
-    found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
+    found = [transformers_side("transformers lookup", model, tokenizer=tokenizer, prompt_lookup_num_tokens=10)]
     if drafting := assistant or assets.DRAFTS.get(name):
         small, _ = load(drafting, dtype, argument="--assistant")
-        found.append(transformers_side("transformers assisted", model, assistant_model=small))
+        found.append(transformers_side("transformers assisted", model, tokenizer=tokenizer, assistant_model=small))
     return found
 
 
@@ -296,7 +296,7 @@ def _sides(
     from truedraft import accelerate
     from truedraft.bench.sides import transformers_side, truedraft_side
 
-    sides = [transformers_side("transformers", model), *baselines]
+    sides = [transformers_side("transformers", model, tokenizer=tokenizer), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))
     for draft in drafts:
         if draft == registry.NONE:  # already in the list

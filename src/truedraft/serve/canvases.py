@@ -49,6 +49,9 @@ class ServedCanvas(ServedModel):
         """ "default", or None for one canvas per pass."""
         return super().drafter(name, False, False)
 
+    def before_switch(self, prompt: int) -> None:
+        """None: canvases are read as a whole in every pass, by the embeddings of their whole length."""
+
     def check(self, body: GenerationBody) -> None:
         for name, reason in MEANINGLESS.items():
             value = getattr(body, name, None)

@@ -24,6 +24,7 @@ from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 from truedraft.serve.protocol import GenerationBody
 from truedraft.serve.stops import Shown, StopStrings
+from truedraft.targets.quirks import steps_before_switch
 
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
@@ -119,6 +120,10 @@ class ServedModel:
     def scores_prompts(self) -> bool:
         """Whether the pass that reads a prompt gives the probabilities of its tokens."""
         return self.fast.target.granularity is not None
+
+    def before_switch(self, prompt: int) -> tuple[int, str] | None:
+        """Most tokens behind a prompt, up to the length at which its rotary embeddings change; see `quirks`."""
+        return steps_before_switch(self.fast.model.config.get_text_config(decoder=True), prompt)
 
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError where a parameter has no meaning for this model."""

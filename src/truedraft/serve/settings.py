@@ -161,19 +161,22 @@ def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> No
 
 
 def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
-    """Most tokens that a row emits.
+    """Most tokens that a row emits; by default, in a chat, all for which there is room.
 
     Raises:
-        ApiError: they do not fit in the context behind the prompt.
+        ApiError: they do not fit in the context behind the prompt, or cross the length at which its rotary embeddings
+            change.
     """
     room = model.max_model_len - prompt
+    switch = model.before_switch(prompt)
+    near = room if switch is None else min(room, switch[0])
     longer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     name = "max_completion_tokens" if longer else "max_tokens"
     chosen = getattr(body, name)
     if chosen is None and isinstance(body, CompletionBody):
-        most = min(DEFAULT_MAX_TOKENS, max(room, 1))
+        most = min(DEFAULT_MAX_TOKENS, max(near, 1))
     else:
-        most = max(room, 1) if chosen in (None, UNLIMITED) else chosen
+        most = max(near, 1) if chosen in (None, UNLIMITED) else chosen
     if prompt < 1:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if most > room:
@@ -184,6 +187,10 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
             f"{name}",
             name, "context_length_exceeded",
         )  # fmt: skip
+    if switch is not None and most > switch[0]:
+        remedy = f"set {name} to at most {switch[0]}" if switch[0] > 0 else "shorten the prompt"
+        text = f"{name}={most}: a prompt of {prompt} tokens and {most} new ones reach {switch[1]}: {remedy}"
+        raise ApiError(400, text, name, "context_length_exceeded")
     if (body.min_tokens or 0) > most:
         raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}: lower it", "min_tokens")
     return most
@@ -233,6 +240,7 @@ def _ends(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
         "eos_token_id": ends or None,
         "pad_token_id": model.tokenizer.pad_token_id or 0,
         "min_new_tokens": body.min_tokens or None,
+        "num_beams": 1,
     }
 
 

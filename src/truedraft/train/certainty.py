@@ -148,7 +148,7 @@ def texts_of(
     """What the model writes step by step behind prompts.
 
     Raises:
-        Refused: its forward takes no mask.
+        Refused: its forward takes no mask, or it writes nothing.
     """
     fast: Any = accelerate(model, layout=layout)
     if getattr(fast.target, "unmasked", False):
@@ -165,6 +165,8 @@ def texts_of(
         )
         texts += [(len(one), [*one, *row.text]) for one, row in zip(some, rows[-len(some) :], strict=True)]
         report(f"{len(texts)} of {len(prompts)} texts")
+    if not (texts := [(prompt, ids) for prompt, ids in texts if len(ids) > prompt]):
+        raise Refused("--data: the model writes nothing behind these prompts: give others")
     return texts
 
 

@@ -21,7 +21,7 @@ from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_gro
 from truedraft.train.checkpoints import STATE, read_state, write_state
 from truedraft.train.curves import drawn
 from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
-from truedraft.train.responses import Given, Responding, given_lines, given_responses, target_responses
+from truedraft.train.responses import Given, Responding, given_lines, given_texts, target_responses
 
 T = TypeVar("T")
 HELD_OUT = 100  # one line in this many is held out for validation,
@@ -203,7 +203,7 @@ def _read(
     `answers`; the target is hosted for its responses alone."""
     fast = accelerate(model, tokenizer, draft=None)
     read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
-    others = given_responses(fast, tokenizer, texts, [None] * len(texts), report, how) if texts else []
+    others = given_texts(fast, tokenizer, texts, report, how) if texts else []
     if answers is None:
         return target_responses(fast, tokenizer, sources, out, report, how), others, read, []
     found = given_lines(fast, tokenizer, sources, answers, report, how)
