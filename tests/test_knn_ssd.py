@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from truedraft.calibrating import TextEvaluator
 from truedraft.cli import main
 from truedraft.drafters._learned import fingerprint
 from truedraft.tree import Row
+from truedraft.views._calibrated import Step
 from truedraft.views._layers import listed
 from truedraft.views.knn_ssd import KnnSsd
 
@@ -169,10 +170,15 @@ def test_a_calibration_by_the_command(
     tales.write_text("once upon a time there was a dog\nthe cat sat on a mat\n")
     sums.write_text("one and one\ntwo and two and two\nthree\n")
     counts: list[int] = []
-    monkeypatch.setattr(
-        "truedraft.views.knn_ssd.spared",
-        lambda evaluator, *_: (counts.append(len(evaluator.texts)), {5: "1", 2: "1f", 3: ""}[counts[-1]])[1],
-    )
+
+    def spared(evaluator: Any, *_: Any) -> Iterator[Step]:
+        counts.append(len(evaluator.texts))
+        if not (layers := {5: "1", 2: "1f", 3: ""}[counts[-1]]):
+            raise Refused("nothing")
+        yield Step(0.5)
+        yield Step(1.0, "", {"layers": layers})
+
+    monkeypatch.setattr("truedraft.views.knn_ssd.spared", spared)
     given = ["--target", "nano-draft", "--out", str(out)]
     assert main(["calibrate", "knn-ssd", *given, "--data", str(tales), "--data", str(sums)]) == 0
     assert counts == [5, 2, 3] and "use it as --draft knn-ssd:file=" in capsys.readouterr().out

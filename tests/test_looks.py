@@ -22,7 +22,7 @@ from rich.console import Console
 import truedraft
 from truedraft import registry
 from truedraft.audit.laws import Law
-from truedraft.audit.tokens import Audit, Divergence
+from truedraft.audit.tokens import Audit, Compared, Divergence
 from truedraft.bench import columns, page
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
@@ -232,9 +232,9 @@ def test_audit_at_a_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("COLUMNS", str(width))
     found = Audit(
         MODEL, "bfloat16", "float64", "compiled pass", [DRAFTER, "llma"], ["greedy", "seed 0, temperature 1"], [1, 4],
-        7, 123_456, 99, 0.86, 0.33, DIFFERENCES,
+        7, 84, [Compared(DRAFTER, 42, 123_456)], 99, 0.86, 0.33, DIFFERENCES, interrupted=True,
     )  # fmt: skip
-    audit._print(found, LAWS, WordTokenizer())
+    audit._print(found, LAWS, {"swift": "it refuses this model"}, WordTokenizer())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     joined = "".join(line[len("differences  ") :] for line in lines)
