@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +24,17 @@ from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 1 << 20  # of multiply-adds in a sample
+READ = 256 << 20  # bytes that a sample of the bandwidth reads, at least; 4 GB on a GPU
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second read from memory; rate: operations per second."""
+    """bandwidth: bytes per second read from memory; rate: operations per second; precision: of what is multiplied."""
 
     bandwidth: float
     rate: float
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,24 @@ class RooflinePoint:
 class Gauge:
     """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
-    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU). The rate is that of the best multiply-add instruction
-    for weights of `dtype` with its operands in registers, and where there is no compiled code that of a square product.
+    Read bandwidth is that of a sum over as many bytes as a pass reads, of the caches where these fit there. The rate is
+    that of the best multiply-add instruction for weights of `dtype` with its operands in registers, and where there is
+    no compiled code that of a square product. Each is the highest of the samples, for it is a limit.
+
+    Args:
+        dtype: that the passes multiply in.
+        working_set: bytes that a pass reads; None for more than caches hold.
     """
 
-    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32):
-        numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
-        self._large = torch.ones(numbers, device=device)
+    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32, working_set: int | None = None) -> None:
+        least, side = (4 << 30, 8192) if device == "cuda" else (READ, 1024)
+        size = min(working_set or least, least)
+        self._large = torch.ones(max(size // 4, 1), device=device)
+        self._times = ceil(least / self._large.nbytes)
         self._square = torch.ones(side, side, device=device, dtype=dtype)
         self._library = native.library() if device == "cpu" else None
         self._form = Form.BF16 if dtype == torch.bfloat16 else Form.FLOAT
+        self._precision = PRECISIONS[dtype]
         self._settle = torch.cuda.synchronize if device == "cuda" else int
         self._reading: list[float] = []
         self._multiplying: list[float] = []
@@ -68,10 +81,15 @@ class Gauge:
         self._multiplying.clear()
 
     def sample(self) -> None:
-        self._reading.append(self._large.nbytes / timed(lambda: (self._large.sum(), self._settle())))
+        self._reading.append(self._times * self._large.nbytes / timed(self._read))
         start = time.perf_counter()
         operations = self._multiply()
         self._multiplying.append(operations / (time.perf_counter() - start))
+
+    def _read(self) -> None:
+        for _ in range(self._times):
+            self._large.sum()
+        self._settle()
 
     def _multiply(self) -> int:
         """Multiply for some milliseconds; the operations done."""
@@ -82,8 +100,8 @@ class Gauge:
         return 2 * len(self._square) ** 3
 
     def machine(self) -> Machine:
-        """Medians of the samples; at least one is required."""
-        return Machine(median(self._reading), median(self._multiplying))
+        """The limits; at least one sample is required."""
+        return Machine(max(self._reading), max(self._multiplying), self._precision)
 
 
 def measure_passes(
@@ -112,27 +130,38 @@ def measure_passes(
     return [{w: median(t) for w, t in kept.items()} for kept in times]
 
 
+def bytes_read(target: Target, context: int) -> int:
+    """Bytes that a pass reads behind so many positions: weights, each once, and keys and values."""
+    weights = sum(map(stored, _read_through(target)))
+    c = target.model.config.get_text_config(decoder=True)
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    return weights + 2 * c.num_hidden_layers * context * heads * _head(c) * target.dtype.itemsize
+
+
 def roofline(target: Target, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[RooflinePoint]:
     """The floor of a pass and its measured time, at each measured width."""
-    model, c = target.model, target.model.config.get_text_config(decoder=True)
+    c = target.model.config.get_text_config(decoder=True)
+    weights = sum(p.numel() for p in _read_through(target))
+    attention = 4 * c.num_hidden_layers * context * c.num_attention_heads * _head(c)
+    reading, rows = bytes_read(target, context) / machine.bandwidth, []
+    for width, taken in seconds.items():
+        multiplying = width * (2 * weights + attention) / machine.rate
+        bound = "reading" if reading >= multiplying else "multiplying"
+        rows.append(RooflinePoint(width, max(reading, multiplying), taken, bound))
+    return rows
+
+
+def _read_through(target: Target) -> list[Tensor]:
+    """The weights that every pass reads: all but a table of embeddings that is no output head too."""
+    model = target.model
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     tied = model.get_output_embeddings().weight is table
-    read = [p for p in model.parameters() if tied or p is not table]
-    weights = sum(p.numel() for p in read)
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv = 2 * c.num_hidden_layers * context * heads * size
-    bytes_read = sum(map(stored, read)) + kv * target.dtype.itemsize
-    attention = 4 * c.num_hidden_layers * context * c.num_attention_heads * size
-    rows = []
-    for width, taken in seconds.items():
-        reading, multiplying = bytes_read / machine.bandwidth, width * (2 * weights + attention) / machine.rate
-        rows.append(
-            RooflinePoint(
-                width, max(reading, multiplying), taken, "reading" if reading >= multiplying else "multiplying"
-            )
-        )
-    return rows
+    return [p for p in model.parameters() if tied or p is not table]
+
+
+def _head(config: Any) -> int:
+    """The size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def timed(f: Callable[[], object]) -> float:

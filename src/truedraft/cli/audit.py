@@ -221,8 +221,9 @@ def _print(found: Audit, tested: list[Law], left_out: Mapping[str, str], tokeniz
         print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
     if found.interrupted:
-        print_folded(out, f"interrupted: {compared} of {found.texts} texts were compared, and the rest was not"
-                     + (f"; of the laws, {len(tested)} were tested" if compared == found.texts else ""))  # fmt: skip
+        whole = f"all {compared} texts were compared, and {len(tested)} laws were tested; the other laws were not"
+        part = f"{compared} of {found.texts} texts were compared, and the rest was not"
+        print_folded(out, f"interrupted: {whole if compared == found.texts else part}")
     verdict = "exact" if exact else "NOT exact: see the bugs above"
     out.print(f"{verdict}, in what was compared" if found.interrupted and exact else verdict)
 

@@ -151,7 +151,7 @@ def bench(
         _write_page(html, facts, figures, rounds, machine, rows, attained, found)
     if as_json:
         of_model = {"model": name, "dtype": str(loaded.dtype), "quantized": quantize}
-        print(json.dumps({**of_model, **_result(figures, attained, rows, found)}, indent=2))
+        print(json.dumps({**of_model, **_result(figures, attained, machine, rows, found)}, indent=2))
     else:
         if stretched is not None:
             print_folded(console(), name, "bold")
@@ -199,12 +199,14 @@ def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
 
 
 def _result(
-    figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[RooflinePoint], found: Sequence[Quality]
-) -> dict[str, Any]:
+    figures: Sequence[Figures], attained: Sequence[Attained], limits: Machine | None, rows: Sequence[RooflinePoint],
+    found: Sequence[Quality],
+) -> dict[str, Any]:  # fmt: skip
     return {
         "machine": measured_on(),
         "figures": [asdict(f) for f in figures],
         "oracle": [{**asdict(a), "share": a.share} for a in attained],
+        "limits": limits and asdict(limits),
         "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
         "quality": [asdict(quality) for quality in found],
     }
@@ -320,14 +322,14 @@ def _lossy(
 
 
 def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
-    from truedraft.bench.roofline import Gauge, measure_passes, roofline
+    from truedraft.bench.roofline import Gauge, bytes_read, measure_passes, roofline
     from truedraft.targets.hosting import hosted
 
     if model.device.type != "cpu":
         raise Refused("--roofline measures the CPU's memory, and the model is on another device")
     target = hosted(model)
     context = min(256, (target.context or 512) // 2)
-    gauge = Gauge()
+    gauge = Gauge(dtype=target.dtype, working_set=bytes_read(target, context))
     seconds = measure_passes([target], context, gauge=gauge)[0]
     return gauge.machine(), roofline(target, gauge.machine(), seconds, context)
 
@@ -378,6 +380,8 @@ def _print(
     elif figures:
         print_table(out, columns.speed(figures, rounds))
         print_table(out, columns.latency(figures, rounds))
+        for fault in columns.faults(figures):
+            print_folded(out, fault, "red")
         for note in columns.notes(figures):
             print_folded(out, note)
     if attained:
