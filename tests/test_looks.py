@@ -63,7 +63,9 @@ def figures(rounds: int) -> list[Figures]:
                     draft_share=0.21 if of_ours else None, target_share=0.62 if of_ours else None,
                     peak_memory=numbers.randint(1 << 33, 1 << 34),
                     speed_up=None if way == WAYS[1] else (middle, middle - spread, middle + spread),
-                    against_no_drafts=1.23 if of_ours else None, bound=2.34 if of_ours else None, cut=2,
+                    against_no_drafts=1.23 if of_ours else None, bound=2.34 if of_ours else None, cut=2, texts=16,
+                    as_undrafted=True if of_ours else None, as_model=way != WAYS[1],
+                    apart={"unclassified": 3} if way == WAYS[1] else {}, agreement=0.5,
                 )
             )  # fmt: skip
     return found

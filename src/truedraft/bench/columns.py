@@ -21,10 +21,14 @@ AS_UNDRAFTED = (
     "whether every token is that of plain decoding through the same passes, the line `no drafts`: drafts may never "
     "change any"
 )
+AGREEMENT = (
+    "share of the tokens that are those of the model alone at the same place; behind the first other one few are"
+)
 KINDS = {
     "tie": "{} at near-ties, which the rounding of this dtype decides",
     "numerics": "{} within the errors of the logits",
     "bug": "{} by a bug",
+    "lossy": "{} by choice, under a lossy view",
     "sampled": "{} sampled, which are not classified",
     "unclassified": "{} not classified",
 }
@@ -56,6 +60,7 @@ def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
             "as the model", AS_MODEL, lambda f: "yes" if f.as_model else f"{sum(f.apart.values())} of {f.texts} not"
         ),
         Column("as no drafts", AS_UNDRAFTED, _as_undrafted),
+        Column("agreement", AGREEMENT, lambda f: "" if f.as_model else f"{f.agreement:.0%}"),
         Column("speed-up", SPEED_UP, lambda f: "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x"),
         Column("from-to", f"of the speed-up: {spread}", interval),
         Column("tokens/s", TOKENS_PER_SECOND, lambda f: f"{f.tokens_per_second:.0f}"),

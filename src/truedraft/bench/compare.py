@@ -57,7 +57,7 @@ class Figures:
     transformers in the same round, where low and high enclose the median with 95 % confidence (order statistics).
 
     differs: where the output first differed from that of the reference (`equality.py`); None where it never did.
-    texts, as_undrafted, apart: as of `Equality`.
+    texts, agreement, as_undrafted, apart: as of `Equality`.
     as_model: whether all texts are those of the model alone.
     cut: prompts that were truncated to their end, because they were too long.
     bound: the largest possible speed-up over the same engine without drafts: mean acceptance length x cost of a plain
@@ -87,6 +87,7 @@ class Figures:
     runtime: str | None = None
     cut: int = 0
     texts: int = 0
+    agreement: float = 1.0
     as_undrafted: bool | None = None
     as_model: bool = True
     apart: dict[str, int] = field(default_factory=dict)

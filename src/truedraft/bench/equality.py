@@ -29,15 +29,16 @@ class Equality:
     """How the texts of a way of generating compare with those of others.
 
     differs: the first difference from its reference, or a bug; None where there is none.
-    texts: that were compared.
+    texts: that were compared. agreement: the share of tokens that are those of the model alone at the same place.
     as_undrafted: whether all of them are those of the same engine without drafts; None where there is no such way, or
         this is none of the engine.
     apart: texts that differ from those of the model alone, by kind; empty where none does. They are classified (tie,
-        numerics, bug) where the reference is another way than the model alone.
+        numerics, bug) where the reference is another way than the model alone; under a view they are lossy.
     """
 
     differs: str | None
     texts: int
+    agreement: float = 1.0
     as_undrafted: bool | None = None
     apart: dict[str, int] = field(default_factory=dict)
 
@@ -59,18 +60,21 @@ def equalities(
         first = (_difference(out, reference[n], calls[n][2]) for n, out in enumerate(texts[k]))
         differs = next(filter(None, first), None)
         as_undrafted = None
-        if plain is not None and side.fast is not None:
+        if plain is not None and side.fast is not None and not side.lossy:
             as_undrafted = not _count(texts[k], texts[plain])
         apart = _count(texts[k], texts[0])
         kinds = {"unclassified": apart} if apart else {}
-        if coarse:
+        if side.lossy:
+            differs, kinds = None, {"lossy": apart} if apart else {}
+        elif coarse:
             if k == plain or differs is not None:
                 progress(f"differences of {side.name} from the model alone")
                 known = _kinds(side, texts[k], texts[0], calls, settings)
             kinds = known
             if kinds.get("bug"):
                 differs = differs or f"a bug: run `truedraft audit` ({kinds['bug']} texts)"
-        found.append(Equality(differs, sum(map(len, texts[k])), as_undrafted, kinds))
+        agreement = _agreement(texts[k], texts[0])
+        found.append(Equality(differs, sum(map(len, texts[k])), agreement, as_undrafted, kinds))
     return found
 
 
@@ -100,9 +104,19 @@ def _count(texts: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
 
 
 def _rows_apart(out: Tensor, expected: Tensor) -> int:
+    return int((~_equal(out, expected)).any(-1).sum())
+
+
+def _agreement(texts: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    equal = [_equal(one, other).flatten() for one, other in zip(texts, expected, strict=True)]
+    return float(torch.cat(equal).float().mean())
+
+
+def _equal(out: Tensor, expected: Tensor) -> Tensor:
+    """(rows, longest) whether a token is the expected one; where one text has ended it is not."""
     width = max(out.shape[1], expected.shape[1])
     a, b = (torch.nn.functional.pad(t, (0, width - t.shape[1]), value=-1) for t in (out, expected))
-    return int((a != b).any(-1).sum())
+    return a == b
 
 
 def _difference(out: Tensor, expected: Tensor, first: int) -> str | None:

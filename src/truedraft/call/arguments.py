@@ -58,6 +58,11 @@ def check_arguments(target: Target, inputs: Any, kwargs: Mapping[str, Any]) -> N
         value = kwargs.get(name)
         if value is not None and value is not False:
             raise Refused(f"{name} is not supported: {remedy}")
+    if (mode := kwargs.get("generation_mode")) not in (None, "text"):  # of Janus, and of models that also speak
+        raise Refused(
+            f"generation_mode={shown(mode)}: truedraft decodes text, and lacks the heads and the guided passes that "
+            "other outputs need; leave it out, or call the model's own generate"
+        )
     target.check_inputs(inputs, kwargs)
 
 

@@ -16,13 +16,14 @@ from typer import Argument, Context, Option
 
 from truedraft import assets, registry
 from truedraft.bench.sizes import size_of
-from truedraft.canvas.layout import layout_of
+from truedraft.canvas.layout import Layout, attending, layout_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._options import (
     CANVASES,
     COLDEST,
     AsJson,
+    AttentionOption,
     Dtype,
     Quantize,
     Stretched,
@@ -57,9 +58,9 @@ UNUSED = {
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "ties", "baselines", "assistant"),
     "lossy": ("ties", "baselines", "assistant"),
-    "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline", "lossy"),
+    "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
-               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy"),
+               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy", "attention"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
@@ -93,6 +94,7 @@ def bench(
         list[str] | None,
         Option(help="A view that the model generates under, lossy/NAME: quality and speed; may be repeated."),
     ] = None,
+    attention: AttentionOption = None,
     replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
     tokenizer: Annotated[str | None, Option(help="Tokenizer of recorded outputs, if not that of MODEL.")] = None,
     questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
@@ -115,13 +117,14 @@ def bench(
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     if lossy and len(modes) > 1:
         raise Refused(f"--lossy and --{modes[0]} measure different things: leave one of them out")
-    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or ())
+    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or (), attention)
     if stretched is not None:
         size_of(stretched, model)
     with waiting("loading the model") as show:
         use_threads(threads)
         loaded, reader = load(model, dtype, quantize, stretched=stretched, runs=CANVASES)
         sources = _check_sources(loaded, modes)
+        layout = attending(loaded.config, reader, attention, f"MODEL {model!r}")
         if diffuses := layout_of(loaded.config, reader) is not None:
             _refuse_for_diffusion(context)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
@@ -140,7 +143,8 @@ def bench(
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             if diffuses:
-                sides = partial(_canvas_sides, loaded, reader, draft or CANVAS_DRAFTS, control)
+                drafts = draft or ([] if lossy else CANVAS_DRAFTS)
+                sides = partial(_canvas_sides, loaded, reader, drafts, control, lossy or (), layout)
             elif lossy:
                 found, sides = _lossy(loaded, reader, lossy, draft or ["none"], control, todo, show)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
@@ -286,10 +290,13 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
     return found
 
 
-def _canvas_sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, _: Sequence[Side]) -> list[Side]:
+def _canvas_sides(
+    model: Any, tokenizer: Any, drafts: Sequence[str], control: str, views: Sequence[str], layout: Layout | None,
+    _: Sequence[Side],
+) -> list[Side]:  # fmt: skip
     from truedraft.bench.sides import canvas_sides
 
-    return canvas_sides(model, tokenizer, drafts, control)
+    return canvas_sides(model, tokenizer, drafts, control, views, layout)
 
 
 def _sides(
@@ -336,10 +343,11 @@ def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
 
 def _check_names(
     model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
-    prompts: Sequence[Path] | None, views: Sequence[str],
+    prompts: Sequence[Path] | None, views: Sequence[str], attention: str | None,
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
-    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views, runs=CANVASES)
+    names: dict[str, Any] = {"drafts": drafts, "control": control, "views": views, "attention": attention}
+    check_names(model, dtype, quantize, **names, runs=CANVASES)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)
