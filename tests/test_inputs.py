@@ -160,10 +160,12 @@ def test_other_outputs_than_text_are_refused() -> None:
     model: Any = built("janus", "JanusForConditionalGeneration")
     fast = truedraft.accelerate(model)
     ids = torch.tensor([[5, 6, 7, 5, 6]])
-    for mode in ("image", "audio", 3):
+    for mode in ("image", "audio", 3, None):
         with pytest.raises(Refused, match=rf"generation_mode={mode!r}: truedraft decodes text, and lacks the heads"):
             fast.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, generation_mode=mode)
     settings: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     expected = model.generate(ids, **settings)
-    for more in ({}, {"generation_mode": "text"}, {"generation_mode": None}):
+    for more in ({}, {"generation_mode": "text"}):
         assert torch.equal(fast.generate(ids, **settings, **more), expected)
+    same(tiny(), input_ids=IDS, generation_mode=None)
+    refused(tiny(), "generation_mode='image': truedraft decodes text", input_ids=IDS, generation_mode="image")
