@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime import native
+from truedraft.runtime.linears import Product
 from truedraft.runtime.native import Form
-from truedraft.runtime.weights import stored
+from truedraft.runtime.panels import panels
+from truedraft.runtime.weights import Weight, stored
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 1 << 20  # of multiply-adds in a sample
+ROWS, COLUMNS = 16, 1024  # of what is read; rows are a multiple
 READ = 256 << 20  # bytes that a sample of the bandwidth reads, at least; 4 GB on a GPU
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -55,7 +58,8 @@ class RooflinePoint:
 class Gauge:
     """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
-    Read bandwidth is that of a sum over as many bytes as a pass reads, of the caches where these fit there. The rate is
+    Read bandwidth is that of the fastest of several readers of as many bytes as a pass reads, from the caches where
+    these fit there: a sum, torch's product with a vector, and the compiled one where there is one. The rate is
     that of the best multiply-add instruction for weights of `dtype` with its operands in registers, and where there is
     no compiled code that of a square product. Each is the highest of the samples, for it is a limit.
 
@@ -67,13 +71,14 @@ class Gauge:
     def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32, working_set: int | None = None) -> None:
         least, side = (4 << 30, 8192) if device == "cuda" else (READ, 1024)
         size = min(working_set or least, least)
-        self._large = torch.ones(max(size // 4, 1), device=device)
-        self._times = ceil(least / self._large.nbytes)
+        large = torch.ones(ROWS * ceil(size / (4 * ROWS * COLUMNS)), COLUMNS, device=device)
+        self._bytes, self._times = large.nbytes, ceil(least / large.nbytes)
         self._square = torch.ones(side, side, device=device, dtype=dtype)
         self._library = native.library() if device == "cpu" else None
         self._form = Form.BF16 if dtype == torch.bfloat16 else Form.FLOAT
         self._precision = PRECISIONS[dtype]
         self._settle = torch.cuda.synchronize if device == "cuda" else int
+        self._readers = _readers(large, self._library)
         self._reading: list[float] = []
         self._multiplying: list[float] = []
         self.sample()
@@ -81,14 +86,15 @@ class Gauge:
         self._multiplying.clear()
 
     def sample(self) -> None:
-        self._reading.append(self._times * self._large.nbytes / timed(self._read))
+        for read in self._readers:
+            self._reading.append(self._times * self._bytes / timed(lambda read=read: self._repeat(read)))  # type: ignore
         start = time.perf_counter()
         operations = self._multiply()
         self._multiplying.append(operations / (time.perf_counter() - start))
 
-    def _read(self) -> None:
+    def _repeat(self, read: Callable[[], object]) -> None:
         for _ in range(self._times):
-            self._large.sum()
+            read()
         self._settle()
 
     def _multiply(self) -> int:
@@ -102,6 +108,16 @@ class Gauge:
     def machine(self) -> Machine:
         """The limits; at least one sample is required."""
         return Machine(max(self._reading), max(self._multiplying), self._precision)
+
+
+def _readers(large: Tensor, library: Any) -> list[Callable[[], object]]:
+    """Ways to read a matrix from front to back."""
+    vector = torch.ones(1, large.shape[1], device=large.device)
+    found: list[Callable[[], object]] = [large.sum, lambda: vector @ large.T]
+    if library is not None:
+        product = Product(library, panels(Weight(large, None, None)), torch.float32)
+        found.append(lambda: product(vector))
+    return found
 
 
 def measure_passes(

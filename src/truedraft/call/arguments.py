@@ -65,7 +65,10 @@ def check_arguments(target: Target, inputs: Any, kwargs: Mapping[str, Any]) -> N
 def _check_mode(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises Refused where a model that writes more than text (Janus, those that speak) is to write something else; its
     own `generate` takes every mode but "text" for that, None too."""
-    mode, own = kwargs.get("generation_mode", "text"), getattr(type(model), "generate", None) != GenerationMixin.generate
+    mode, own = (
+        kwargs.get("generation_mode", "text"),
+        getattr(type(model), "generate", None) != GenerationMixin.generate,
+    )
     if mode != "text" and (own or mode is not None):
         raise Refused(
             f"generation_mode={shown(mode)}: truedraft decodes text, and lacks the heads and the guided passes that "
