@@ -149,6 +149,20 @@ def test_states_are_those_of_a_plain_forward(model: PreTrainedModel) -> None:
         assert (mine - plain).abs().max() < 1e-4
 
 
+def test_prompts_that_do_not_fit_the_context_are_left_out(
+    tmp_path: Path, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [5] * (truedraft.accelerate(model).target.context + 1)
+    states = list(TextEvaluator(model, [[1, 2]], [long, PROMPTS["sums"], []]).states())
+    assert len(states) == 1 and (states[0] - last_states(model)["sums"]).abs().max() < 1e-4
+    given = ["--target", "nano-draft", "--out", str(tmp_path / "found.json")]
+    for name, text in (("tales", "the cat sat on a mat\n"), ("sums", "one and two " * 900)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        given += ["--data", str(tmp_path / f"{name}.txt")]
+    assert main(["calibrate", "knn-ssd", *given]) == 2
+    assert "no prompt of sums fits the model's context: give shorter texts" in capsys.readouterr().err
+
+
 def test_subjects_are_summed_up_by_centroids() -> None:
     """Of three groups of prompts, far apart."""
     states = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))

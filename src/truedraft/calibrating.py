@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class TextEvaluator:
     Args:
         model: the target.
         texts: token ids of texts.
-        prompts: of the texts, for `states`.
+        prompts: of the texts, for `states`; those that do not fit the model's context are left out.
         subjects: by name, the same on texts of one subject each.
 
     Raises:
@@ -48,6 +49,8 @@ class TextEvaluator:
         self.texts = [list(text[:LONGEST]) for text in self.texts if len(text) > 1]
         if not self.texts:
             raise Refused("the calibration needs texts of at least two tokens")
+        room = self.target.context or inf
+        self.prompts = [prompt for prompt in self.prompts if 0 < len(prompt) <= room]
 
     @property
     def layers(self) -> int:

@@ -71,6 +71,8 @@ class KnnSsd(CalibratedLayers):
             for state in of_subject.states():
                 states.append(state)
                 yield Step(number / len(evaluator.subjects) / parts)
+            if not states:
+                raise Refused(f"{self.name}: no prompt of {name} fits the model's context: give shorter texts")
             anchors[name] = self.clustered(torch.stack(states))
         layers = dict[str, str]()  # by subject; of all of them together by ""
         for number, (name, some) in enumerate({"": evaluator, **evaluator.subjects}.items(), 1):
