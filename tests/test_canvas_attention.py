@@ -77,6 +77,8 @@ def test_views_generate_with_attention_to_the_whole_canvas(view: str, capsys: py
         (["generate", "nano", "x", *WHOLE], "--attention whole is for diffusion models, and MODEL 'nano' is none"),
         (["bench", "nano-gec", *WHOLE], "--attention whole is for diffusion models, and MODEL 'nano-gec' is none"),
         (["generate", "nano-diffusion", "x", "--attention", "half"], "--attention half: choose one of whole, blocks"),
+        (["serve", "nano-diffusion", "--attention", "half"], "--attention half: choose one of whole, blocks"),
+        (["serve", "nano", *WHOLE], "--attention whole is for diffusion models, and MODEL 'nano' is none"),
         (["bench", "nano-diffusion", "--attention", "Whole"], "--attention Whole: choose one of whole, blocks"),
         (["generate", "nano-diffusion", "x", "--view", "lossy/dual-cache"], "--attention whole"),
         (["bench", "nano-diffusion", "--lossy", "lossy/d2cache"], "--attention whole"),
@@ -108,3 +110,19 @@ def test_bench_compares_views_with_the_model_alone(tmp_path: Path, capsys: pytes
         own = generated(capsys, *WHOLE, "--view", view)["token_ids"]
         assert own == exact[: len(own)] or not f["as_model"]
     assert 'class="bad"' not in page.read_text() and "lossy/dual-cache" in page.read_text()
+
+
+def test_the_server_hands_the_attention_to_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that is served is made as for `generate`; a running engine of it has its attention and its view."""
+    pytest.importorskip("fastapi")
+    made: list[Any] = []
+    monkeypatch.setattr("truedraft.serve.serving.serve", lambda fast, *_: (made.append(fast), 0)[1])
+    assert main(["serve", "nano-diffusion", *WHOLE, "--view", "lossy/dual-cache:refresh=1"]) == 0
+    (fast,) = made
+    ids = fast.tokenizer(PROMPT, return_tensors="pt").input_ids
+    with fast.engine(2, 128) as engine:
+        request = engine.add_request(ids[0], max_new_tokens=NEW)
+        while engine.has_unfinished_requests():
+            engine.step()
+    expected = written_out("whole")
+    assert request.tokens == expected[: len(request.tokens)] and len(request.tokens) > 4
