@@ -120,9 +120,10 @@ def test_the_server_hands_the_attention_to_its_model(monkeypatch: pytest.MonkeyP
     assert main(["serve", "nano-diffusion", *WHOLE, "--view", "lossy/dual-cache:refresh=1"]) == 0
     (fast,) = made
     ids = fast.tokenizer(PROMPT, return_tensors="pt").input_ids
-    with fast.engine(2, 128) as engine:
-        request = engine.add_request(ids[0], max_new_tokens=NEW)
-        while engine.has_unfinished_requests():
-            engine.step()
+    engine = fast.engine(2, 128)
+    request = engine.add_request(ids, max_new_tokens=NEW)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
     expected = written_out("whole")
     assert request.tokens == expected[: len(request.tokens)] and len(request.tokens) > 4
