@@ -117,9 +117,7 @@ def bench(
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     if lossy and len(modes) > 1:
         raise Refused(f"--lossy and --{modes[0]} measure different things: leave one of them out")
-    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or (), attention)
-    if stretched is not None:
-        size_of(stretched, model)
+    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or (), attention, stretched)
     with waiting("loading the model") as show:
         use_threads(threads)
         loaded, reader = load(model, dtype, quantize, stretched=stretched, runs=CANVASES)
@@ -143,8 +141,7 @@ def bench(
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             if diffuses:
-                drafts = draft or ([] if lossy else CANVAS_DRAFTS)
-                sides = partial(_canvas_sides, loaded, reader, drafts, control, lossy or (), layout)
+                sides = partial(_canvas_sides, loaded, reader, draft, control, lossy or (), layout)
             elif lossy:
                 found, sides = _lossy(loaded, reader, lossy, draft or ["none"], control, todo, show)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
@@ -291,12 +288,13 @@ def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list
 
 
 def _canvas_sides(
-    model: Any, tokenizer: Any, drafts: Sequence[str], control: str, views: Sequence[str], layout: Layout | None,
+    model: Any, tokenizer: Any, drafts: Sequence[str] | None, control: str, views: Sequence[str], layout: Layout | None,
     _: Sequence[Side],
 ) -> list[Side]:  # fmt: skip
     from truedraft.bench.sides import canvas_sides
 
-    return canvas_sides(model, tokenizer, drafts, control, views, layout)
+    chosen = drafts or ([] if views else CANVAS_DRAFTS)
+    return canvas_sides(model, tokenizer, chosen, control, views, layout)
 
 
 def _sides(
@@ -344,10 +342,13 @@ def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
 def _check_names(
     model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
     prompts: Sequence[Path] | None, views: Sequence[str], attention: str | None,
+    stretched: str | None,
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
     names: dict[str, Any] = {"drafts": drafts, "control": control, "views": views, "attention": attention}
     check_names(model, dtype, quantize, **names, runs=CANVASES)
+    if stretched is not None:
+        size_of(stretched, model)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)
