@@ -14,7 +14,7 @@ from truedraft.views._layers import Without, evenly, text_of
 SHARES = (0.25, 0.5)  # of the layers that the first sets skip, evenly spaced
 RANDOM = 16  # sets tried at random before the search models what it has seen
 FEW = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the halves that they skip, in turn: a model that is small can spare few
-HOPELESS = 40  # sets after which the search ends where none was faster than the whole model alone
+HOPELESS = 40  # trials after which the search ends where no set was faster than the whole model alone
 SKIPPED = 0.5  # from where on a variable means that its half is skipped; published
 
 
