@@ -340,7 +340,7 @@ def test_similarities_are_those_that_hooks_see(runtime: str) -> None:
     texts = [TEXT, TEXT[5:11]]
     evaluator = TextEvaluator(model, texts)
     evaluator.target = target_of(model, runtime)
-    found = evaluator.similarities()
+    found = torch.stack(list(evaluator.similarities()))
     seen: dict[int, list[Tensor]] = {}
     plain = copy.deepcopy(model)
     for i, layer in enumerate(plain.model.layers):
@@ -358,6 +358,10 @@ class Given:
 
     def __init__(self, similar: Tensor):
         self.similar = similar
+
+    @property
+    def layers(self) -> int:
+        return len(self.similar)
 
     def similarities(self) -> Tensor:
         return self.similar

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
@@ -64,7 +64,22 @@ def check_arguments(target: Target, inputs: Any, kwargs: Mapping[str, Any]) -> N
         if value is not None and value is not False:
             raise Refused(f"{name} is not supported: {remedy}")
     check_numbers(kwargs, target.model)
+    _check_mode(target.model, kwargs)
     target.check_inputs(inputs, kwargs)
+
+
+def _check_mode(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Raises Refused where a model that writes more than text (Janus, those that speak) is to write something else; its
+    own `generate` takes every mode but "text" for that, None too."""
+    mode, own = (
+        kwargs.get("generation_mode", "text"),
+        getattr(type(model), "generate", None) != GenerationMixin.generate,
+    )
+    if mode != "text" and (own or mode is not None):
+        raise Refused(
+            f"generation_mode={shown(mode)}: truedraft decodes text, and lacks the heads and the guided passes that "
+            "other outputs need; leave it out, or call the model's own generate"
+        )
 
 
 def check_settings(config: GenerationConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -37,6 +38,10 @@ Stretched = Annotated[
 ]
 Threads = Annotated[int | None, Option(metavar="N", help="Threads to use; by default torch's choice.")]
 View = Annotated[str | None, Option(help="lossy/NAME: generate under a view, an approximation; another text.")]
+ATTENTIONS = ("whole", "blocks")
+AttentionOption = Annotated[
+    str | None, Option("--attention", help="Of a diffusion model: whole or blocks; its views are for whole.")
+]
 AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
 
 
@@ -91,15 +96,22 @@ def check_names(
     control: str = "cost",
     rule: str | None = None,
     views: Sequence[str | None] = (),
+    attention: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
 ) -> None:
-    """Raises Refused for an unknown model, dtype, quantisation, method or knob, or a model of another kind.
+    """Raises Refused for an unknown model, dtype, quantisation, method, knob or attention, or a model of another kind.
 
     views: that the model generates under.
+    attention: of a diffusion model; models on the hub, whose kind is known once they are loaded, are checked then.
     runs: kinds of models that the command runs.
     """
     kind = loading.kind_of(loading.check(model, dtype, quantize, argument))
     check_kind(kind, model, argument, runs)
+    if attention is not None:
+        if attention not in ATTENTIONS:
+            raise Refused(f"--attention {attention}: choose one of {', '.join(ATTENTIONS)}")
+        if kind != "canvas" and isinstance(loading.source_of(model, argument), Path):
+            raise Refused(f"--attention {attention} is for diffusion models, and {argument} {model!r} is none: drop it")
     for draft in drafts if kind == "text" else {*drafts} - {registry.AUTO, registry.NONE}:
         registry.check(DRAFTERS[kind], draft)
     given = [view for view in views if view]

@@ -46,6 +46,7 @@ class ServeConfig:
     allow_draft: tuple[str, ...] = _setting((), "A further drafter that requests may name; repeatable.")
     rule: str | None = _setting(None, "An acceptance rule; by default the output is the model's.")
     view: str | None = _setting(None, "lossy/NAME: generate under a view, an approximation; another text.")
+    attention: str | None = _setting(None, "Of a diffusion model: whole or blocks; its views are for whole.")
     control: str = _setting("cost", "Draft size: cost (what pays here) or fixed (always full).")
     memory: Path | None = _setting(None, "A file of earlier outputs, read at the start and written at the end.")
     record: Path | None = _setting(None, "A file to keep prompts and responses in, to train drafters on.")
