@@ -54,6 +54,7 @@ from truedraft.errors import Refused
 from truedraft.runtime.curve import Curve
 from truedraft.runtime.nodes import Nodes
 from truedraft.stats import PassTimes
+from vocabularies import tokenized
 
 MASK, END, PAD = 98, 5, 0
 REFERENCES, SPECULATORS = registry.names("canvas.policies"), registry.names("canvas.speculators")
@@ -189,9 +190,7 @@ def test_text_is_that_of_step_by_step_decoding(model: Any, policy: str, layout: 
     prompts, ids, mask = ragged(random.Random(1), (3, 8, 13))
     expected = [by_hand(model, prompt, 17, layout, policy) for prompt in prompts]
     for draft, control in [(None, "fixed"), *((name, "fixed") for name in SPECULATORS), (SPECULATORS[0], "cost")]:
-        fast: Any = truedraft.accelerate(
-            model, draft=draft, rule=policy, control=control, runtime=runtime, layout=layout
-        )
+        fast: Any = tokenized(model, draft=draft, rule=policy, control=control, runtime=runtime, layout=layout)
         output = fast.generate(ids, attention_mask=mask, max_new_tokens=17)
         assert texts_of(output, ids.shape[1]) == expected
         assert fast.report().guarantee == "tokens"
@@ -366,7 +365,7 @@ def test_lossy_policies_fill_every_canvas_and_are_labelled(model: Any, policy: s
     ways = [(LAYOUTS[1], {}), (LAYOUTS[3], sampled)], [(LAYOUTS[4], {}), (LAYOUTS[5], sampled)]  # in turn
     for layout, settings in ways[LOSSY.index(policy) % 2]:
         prompts, ids, mask = ragged(random.Random(5), (3, 8, 9))
-        fast: Any = truedraft.accelerate(model, rule=rule, layout=layout)
+        fast: Any = tokenized(model, rule=rule, layout=layout)
         if layout.attention == "whole" and "attention to the whole" in rule.card.cannot:
             with pytest.raises(Refused, match="attends to the whole"):
                 fast.generate(ids, attention_mask=mask)

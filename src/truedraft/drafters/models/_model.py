@@ -35,6 +35,7 @@ class ModelDrafter(GrowingDrafter):
 
     any_shape = True
     model: Any
+    own_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is given by its name
     _vocabularies: Vocabularies | None = None  # where there are two
 
     def __post_init__(self) -> None:
