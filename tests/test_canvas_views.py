@@ -373,7 +373,7 @@ def test_views_serve_every_policy(model: Any, name: str) -> None:
     ("arguments", "message"),
     [
         ({"view": "dual-cache"}, "choose it with view='lossy/dual-cache'"),
-        ({"view": "lossy/dual"}, "there is no canvas view 'dual': did you mean 'dual-cache'"),
+        ({"view": "lossy/dual"}, "there is no view of diffusion models 'dual': did you mean 'dual-cache'"),
         ({"view": "lossy/dual-cache:refresh=-1"}, "dual-cache:refresh=-1: give a whole number, 0 to"),
         ({"view": 3}, "give lossy/ and the name of a view of diffusion models"),
         ({"view": "lossy/dual-cache", "draft": "freedave"}, "which lossy/dual-cache replaces"),

@@ -96,6 +96,11 @@ def section(kind: str, name: str) -> list[str]:
     if card.presets:
         shown = ", ".join(f"`{p}` ({', '.join(f'{k}={v}' for k, v in kn.items())})" for p, kn in card.presets.items())
         lines += ["", f"Presets: {shown}."]
+    for one, lacks in card.lacks.items():
+        lines += ["", f"**A part of its paper:** `{one}`: {lacks}."]
+    if card.also:
+        shown = [f"`{other}`" + (f" ({answer})" if answer else "") for other, answer in card.also.items()]
+        lines += ["", f"Also for: {', '.join(shown)}."]
     if found := knobs(method):
         lines += ["", "Knobs:", "", *found]
     return [*lines, ""]

@@ -11,7 +11,7 @@ from weakref import ReferenceType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from truedraft.card import Card
+from truedraft.card import Card, lacking
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._learned import Learner
 from truedraft.stores.memory import Memory
@@ -75,8 +75,9 @@ class Drafter(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the report of a call: what it was made of that a caller should check."""
-        return []
+        """Sentences for the report of a call: what it lacks of its paper, and what it was made of that a caller should
+        check."""
+        return lacking(self)
 
     @property
     def vocab_size(self) -> int | None:

@@ -79,7 +79,7 @@ class ShapedDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        return self.distributions.notes
+        return [*super().notes, *self.distributions.notes]
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.distributions.translate(tokenizer)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from truedraft.card import Card, method_name
+from truedraft.card import Card, lacking, method_name
 from truedraft.errors import Refused
 from truedraft.tree import Taps
 from truedraft.views._neurons import PANEL, Neurons
@@ -193,6 +193,11 @@ class View:
         """Its name in reports and messages: that of a preset whose knobs it has, if there is one."""
         alike = (preset for preset, knobs in self.card.presets.items() if knobs.items() <= vars(self).items())
         return next(alike, method_name(self))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the report of a call that a model drafts or generates under it in."""
+        return lacking(self)
 
     @property
     def lossy(self) -> str:

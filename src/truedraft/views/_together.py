@@ -28,6 +28,10 @@ class Together(View):
     def name(self) -> str:
         return "+".join(part.name for part in self.parts)
 
+    @property
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes]
+
     def reduction(self, layers: int) -> Reduction:
         found = WHOLE
         for part in self.parts:

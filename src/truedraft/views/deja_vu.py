@@ -33,6 +33,10 @@ class DejaVu(View):
         needs=("training",),
         cannot={"encoder-decoder": "its predictors are of a decoder language model's layers"},
         published="OPT 175B, ReLU: over 2x lower latency than FasterTransformer on GPUs, alone, no loss.",
+        lacks={
+            "deja-vu": "neurons of feed-forwards are predicted; attention heads are not, and a predictor reads its own "
+            "layer's input instead of an earlier one's",
+        },
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, or `Predictors`

@@ -83,13 +83,14 @@ class LearnedDrafter(Drafter):
     @property
     def notes(self) -> list[str]:
         """Which layers a checkpoint of another project is taken to mean."""
-        record = self.head.record()
+        record, found = self.head.record(), super().notes
         if "source" not in record:
-            return []
+            return found
         layers = ", ".join("the last one after the final norm" if k == -1 else str(k) for k in record["layers"])
         return [
+            *found,
             f"the head of {self._name} is in the format of {record['source']}: it reads the target's layers {layers} "
-            f"(by that format's convention: {record['convention']})"
+            f"(by that format's convention: {record['convention']})",
         ]
 
     @property

@@ -280,6 +280,15 @@ class Medusa(Drafter):
         cannot=SEQ2SEQ,
         presets={"medusa-published": {"nodes": 63, "dynamic": False}},
         published="More than 2.2x (Medusa-1) and 2.3x to 3.6x (Medusa-2) on Vicuna, one GPU (from memory).",
+        also={
+            "medusa-1": "",
+            "medusa-2": "its checkpoints are read by draft='medusa:FOLDER'; its training of the model together with "
+            "the heads is not here",
+            "koala": "`truedraft train medusa:blocks=2` trains heads of several layers; its adversarial loss is not "
+            "here",
+            "slimspec": "`truedraft train medusa:rank=N` trains Medusa heads with matrices of low rank; those of other "
+            "heads are whole",
+        },
     )
     learner = Training
     needs = Taps((-1,))

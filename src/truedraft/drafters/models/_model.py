@@ -53,7 +53,7 @@ class ModelDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        found = []
+        found = super().notes
         if (drafted := self.vocabulary) is not None and drafted.ids is not None:
             found.append(
                 f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "

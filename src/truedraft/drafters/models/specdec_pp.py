@@ -112,6 +112,9 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
         needs=("draft model", "training"),
         cannot=CANNOT,
         published="Llama 2 chat 70B by 7B: 2.04x to 2.26x, 7% to 11% more than drafts of the best fixed length.",
+        also={
+            "specdec++": "",
+        },
     )
     learner = Training
     model: Any = None  # a model of transformers, or its name; None for the one that the head was trained for, by name

@@ -112,6 +112,10 @@ class SelfDrafter(ViewDrafter):
         """Its name in reports: the view's."""
         return self.view.name
 
+    @property
+    def notes(self) -> list[str]:
+        return self.view.notes
+
     def bind(self, target: Target) -> None:
         super().bind(target)
         for view in self.view.alternatives:
