@@ -12,6 +12,7 @@ from truedraft import loading, registry
 from truedraft.cli._options import Threads, use_threads
 from truedraft.cli.train import lines_of
 from truedraft.errors import Refused
+from truedraft.files import check_file
 
 PROMPTS = 1000  # of each file whose hidden states are read; published
 
@@ -37,6 +38,7 @@ def calibrate(
     """
     if limit < 1:
         raise Refused(f"--limit {limit}: give at least 1")
+    check_file(out, f"--out {out}")
     registry.check("views", view)
     loading.check(target, argument="--target")
     if len({file.stem for file in data}) < len(data):
@@ -46,7 +48,7 @@ def calibrate(
     from truedraft.calibrating import TextEvaluator
     from truedraft.cli._models import load
     from truedraft.files import write_whole
-    from truedraft.runtime.identity import fingerprint
+    from truedraft.runtime.identity import Identity
     from truedraft.views._calibrated import CalibratedLayers
 
     chosen = registry.load("views", view)
@@ -66,6 +68,6 @@ def calibrate(
     record = chosen.calibrate(TextEvaluator(model, texts, subjects=subjects), print)
     if not record["layers"]:
         raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
-    record = {"view": chosen.name, "target": type(model).__name__, "fingerprint": fingerprint(model), **record}
+    record = {"view": chosen.name, **Identity.of(model).record(), **record}
     write_whole(out, json.dumps(record, indent=2) + "\n")
     print(f"{out}: layers {record['layers']}; use it as --draft {chosen.name}:file={out}")

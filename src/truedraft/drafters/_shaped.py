@@ -82,6 +82,7 @@ class ShapedDrafter(GrowingDrafter):
         return [*super().notes, *self.distributions.notes]
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().translate(tokenizer)
         self.distributions.translate(tokenizer)
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

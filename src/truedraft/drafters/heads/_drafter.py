@@ -16,7 +16,7 @@ from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._confidence import ConfidenceTree
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
-from truedraft.drafters._learned import Learner
+from truedraft.drafters._learned import Learner, check_finite
 from truedraft.drafters.heads._checkpoint import Format, read_head
 from truedraft.drafters.heads._head import Head, Learned, check_target
 from truedraft.drafters.heads._quantize import check_copies, copies_of
@@ -47,6 +47,7 @@ class LearnedDrafter(Drafter):
             own = self.kind.__name__
             raise Refused(f"{self._name}:model={shown(self.model)}: give the folder of a checkpoint, or a {own}")
         self._head: Any = None
+        self._origin = ""  # a sentence on the target that it was trained for, where that is another
         self._reader: Any = None
         self.forget()
 
@@ -65,6 +66,7 @@ class LearnedDrafter(Drafter):
             found = self.model
         else:
             found = self.opened(target.model)
+        check_finite(self._name, self.model or "its head", found)
         self._head = found.placed(target.device, target.dtype)
         self._vocabulary = self._head.draft_vocabulary
         self.needs = Taps(self._head.layers)
@@ -82,8 +84,8 @@ class LearnedDrafter(Drafter):
 
     @property
     def notes(self) -> list[str]:
-        """Which layers a checkpoint of another project is taken to mean."""
-        record, found = self.head.record(), super().notes
+        """Also which target a checkpoint was trained for, and which layers one of another project is taken to mean."""
+        record, found = self.head.record(), [*super().notes, *filter(None, [self._origin])]
         if "source" not in record:
             return found
         layers = ", ".join("the last one after the final norm" if k == -1 else str(k) for k in record["layers"])
@@ -125,7 +127,11 @@ class TrainedDrafter(LearnedDrafter):
     learner: ClassVar[type[Learner]]
 
     def opened(self, model: PreTrainedModel) -> Learned:
-        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt)
+        head: Learned
+        head, self._origin = read_head(
+            self.learner.name, self.model, self.formats, model, self.rebuilt, self.target_tokenizer
+        )
+        return head
 
     @staticmethod
     @abstractmethod

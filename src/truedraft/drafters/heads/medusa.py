@@ -27,7 +27,7 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary, candidates
 from truedraft.drafters._growing import position_laws
-from truedraft.drafters._learned import Batch, Learner, Metrics, target_logits
+from truedraft.drafters._learned import Batch, Learner, Metrics, check_finite, target_logits
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
 from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
@@ -303,7 +303,12 @@ class Medusa(Drafter):
         if not isinstance(self.model, str | PathLike | MedusaHeads | None):
             raise Refused(f"medusa:model={shown(self.model)}: give the folder of a checkpoint, or a MedusaHeads")
         self._states: dict[int, Tensor] = {}
+        self._origin = ""  # a sentence on the target that the heads were trained for, where that is another
         self.forget()
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *filter(None, [self._origin])]
 
     def forget(self) -> None:
         self._calibration = Calibration()
@@ -315,7 +320,10 @@ class Medusa(Drafter):
             check_target("medusa", self.model.target_sizes, target.model)
             self.heads = self.model
         else:
-            self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt)
+            self.heads, self._origin = read_head(
+                "medusa", self.model, self.formats, target.model, self.rebuilt, self.target_tokenizer
+            )
+        check_finite("medusa", self.model or "its heads", self.heads)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
         self._vocabulary = DraftVocabulary(self.heads.target_sizes[0], self.heads.draft_token_ids)

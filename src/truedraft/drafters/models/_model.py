@@ -64,6 +64,7 @@ class ModelDrafter(GrowingDrafter):
         return found
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().translate(tokenizer)
         same = self.own_tokenizer is None or self.own_tokenizer.get_vocab() == tokenizer.get_vocab()
         self._vocabularies = None if same else Vocabularies(tokenizer, self.own_tokenizer)  # type: ignore[arg-type]
         self.tokenizer = self.own_tokenizer if same else None

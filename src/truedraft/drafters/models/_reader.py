@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import shown
 from truedraft.drafters._growing import GrowingTree
+from truedraft.drafters._learned import check_finite
 from truedraft.drafters.models._branch import Branch
 from truedraft.drafters.models._vocabularies import RowTexts
 from truedraft.errors import NoRoom, Refused
@@ -35,10 +36,12 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """A draft model, given as a model or by name; with its tokenizer where it was loaded by name.
 
     Raises:
-        Refused: neither a model nor a name, or it cannot be loaded.
+        Refused: neither a model nor a name, or it cannot be loaded, or has weights that are no finite numbers.
     """
     if isinstance(model, str | PathLike):
-        return load(str(model), argument="the draft model")
+        found, tokenizer = load(str(model), argument="the draft model")
+        check_finite("the draft model", model, found)
+        return found, tokenizer
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel | None):
         raise Refused(f"model={shown(model)}: give a model of transformers, or its name (./NAME for a folder)")
