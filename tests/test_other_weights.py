@@ -221,8 +221,7 @@ def test_the_command_goes_on_from_a_head_after_a_fine_tune(tmp_path: Path, capsy
     assert notes == {"run": True, "next": False}
 
 
-def test_a_head_of_an_earlier_version_is_checked_by_its_shapes() -> None:
-    """The embedded head has no sizes in its description."""
+def test_an_embedded_head_drafts_for_a_fine_tune_of_its_model() -> None:
     model, tokenizer = load("nano")
     tuned = sibling(model, 0.001)
     fast = truedraft.accelerate(tuned, tokenizer, draft="eagle3:nano-eagle3", control="fixed")

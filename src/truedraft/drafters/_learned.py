@@ -258,12 +258,8 @@ def check_finite(name: str, source: object, module: nn.Module) -> None:
             )
 
 
-def with_weights(
-    module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path, note: str = ""
-) -> Module:
+def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:
     """Build the module of a checkpoint and load all of its weights.
-
-    note: see `other_weights`.
 
     Raises:
         Refused: the configuration gives no module, or one with other weights.
@@ -273,11 +269,6 @@ def with_weights(
         built.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         reason = " ".join(why(e).split())
-        if note:
-            raise Refused(
-                f"{name}: {str(folder)!r} was trained for another model, whose sizes are others ({reason}): train one "
-                "for this model"
-            ) from e
         raise Refused(
             f"{name}: {str(folder)!r} does not hold the weights that it describes ({reason}): train again"
         ) from e

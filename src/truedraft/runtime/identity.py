@@ -25,7 +25,8 @@ class Identity:
     target verifies, and only how often drafts are accepted depends on its weights.
 
     target: class of the model. fingerprint: see below. sizes: its vocabulary, hidden size and layers; none in files of
-    earlier versions. tokens: of the tokenizer's vocabulary, see `stores.corpus.fingerprint`; empty where not known.
+    earlier versions, which serve models of the same weights alone. tokens: of the tokenizer's vocabulary, see
+    `stores.corpus.fingerprint`; empty where not known.
     """
 
     target: str
@@ -64,11 +65,11 @@ class Identity:
             remedy, effect: the end of refusals, and of the sentence.
 
         Raises:
-            Refused: the model has other sizes, or other tokens.
+            Refused: the model has other sizes or tokens.
         """
         if self.fingerprint == own.fingerprint:
             return ""
-        if self.sizes and self.sizes != own.sizes:
+        if self.sizes != own.sizes:  # or not known
             raise Refused(f"{fitted} for another model ({self}; this is {own}): {remedy}")
         if self.tokens and own.tokens and self.tokens != own.tokens:
             raise Refused(f"{fitted} for a model with other tokens ({self.tokens}; these are {own.tokens}): {remedy}")

@@ -56,8 +56,6 @@ class ViewPasses:
         assert found is not None
         done, again = ("calibrated", "calibrate") if view.learner is None else ("trained", "train")
         fitted, remedy = f"{view.name} was {done}", f"{again} it again"
-        if not found.sizes and found.fingerprint != own.fingerprint:
-            raise Refused(f"{fitted} for another model ({found}; this is {own}): {remedy}")
         return found.compared(own, fitted, remedy, FEWER if self.view is None else COARSER)
 
     @cached_property

@@ -96,7 +96,7 @@ def read_head(
     if (folder / WEIGHTS).exists():
         config, weights = read_learnt(folder, name, model, tokenizer, str(source))
         note = other_weights(config, name, source, model, tokenizer)
-        return with_weights(lambda: rebuilt(config, model), weights, name, str(source), note), note
+        return with_weights(lambda: rebuilt(config, model), weights, name, str(source)), note
     foreign = Foreign(str(source), folder)
     known = ", ".join(form.name for form in formats) or "none but its own"
     if layout := unread_layout(foreign.tensors, foreign.config):

@@ -286,7 +286,7 @@ class Gad(Drafter):
             config, weights = read_learnt(Path(self.model).expanduser(), "gad", model, tokenizer)
             self._origin = other_weights(config, "gad", self.model, model, tokenizer)
             self._filler = with_weights(
-                lambda: MaskFiller(FillerShape(**config["shape"]), model), weights, "gad", self.model, self._origin
+                lambda: MaskFiller(FillerShape(**config["shape"]), model), weights, "gad", self.model
             )
         assert self._filler is not None
         check_finite("gad", self.model, self._filler)
