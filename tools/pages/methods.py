@@ -57,7 +57,7 @@ def restrictions(kind: str, name: str) -> Iterator[str]:
     for target, reason in method.card.cannot.items():
         yield f"not for {target} targets: {reason}"
     if getattr(method, "learner", None) is not None and "training" in method.card.needs:
-        yield "drafts only for the target that it was trained for"
+        yield "drafts for the target that it was trained for, or one of the same sizes and tokens"
     if getattr(method, "autoregressive", False):
         yield "each level of a draft costs a pass of the draft model"
     if kind.startswith("accept"):
