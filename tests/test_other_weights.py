@@ -23,7 +23,7 @@ from truedraft.cli import main
 from truedraft.cli._models import load
 from truedraft.cli._options import CANVASES
 from truedraft.drafters._learned import WEIGHTS
-from truedraft.runtime.identity import Identity
+from truedraft.runtime.identity import identity_of
 from vocabularies import spelling, tokenized
 
 LEARNT = {name: registry.method("drafters", name) for name in registry.names("drafters")}
@@ -81,7 +81,7 @@ def test_a_fine_tuned_model_is_drafted_for_and_the_report_says_so(saved: Any, na
         assert torch.equal(fast.generate(**inputs, **given), target.generate(**inputs, **given, num_beams=1))
         notes = [note for note in fast.report().notes if "for other weights" in note]
         assert len(notes) == (target is not model), notes
-        assert all(Identity.of(model).fingerprint in note and "fewer of its drafts" in note for note in notes)
+        assert all(identity_of(model).fingerprint in note and "fewer of its drafts" in note for note in notes)
         again = learner_of(name, target)
         assert bool(again.restore(folder, target)) == (target is not model)
 
@@ -174,7 +174,7 @@ def test_no_advice_names_a_folder_that_exists(tmp_path: Path) -> None:
 def test_a_view_that_was_calibrated_for_other_weights_drafts_and_says_so(tmp_path: Path) -> None:
     model = model_of("")
     tuned, other, inputs = sibling(model, 0.01), tiny("llama", torch.float32, layers=LAYERS + 1), ragged(model, 2)
-    found = {"layers": "1", **Identity.of(model).record()}
+    found = {"layers": "1", **identity_of(model).record()}
     (tmp_path / "found.json").write_text(json.dumps(found))
     for name in ("sleb", "draft-and-verify", "d3"):
         spec = f"{name}:file={tmp_path / 'found.json'}"

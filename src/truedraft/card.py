@@ -45,10 +45,13 @@ class Card:
     published: str = ""
 
 
+NO_CARD = Card("none", "None was given.", "none")  # of a part of a caller's own
+
+
 def lacking(part: Any) -> list[str]:
     """The sentence of a report on what a method, by the name by which it was asked for, lacks of its paper; none where
     it lacks nothing."""
-    lacks, own = part.card.lacks, method_name(part)
+    lacks, own = getattr(part, "card", NO_CARD).lacks, method_name(part)
     name = asked if (asked := vars(part).get("asked", own)) in lacks else own
     return [f"{name} holds a part of its paper: {lacks[name]}"] if name in lacks else []
 

@@ -48,7 +48,7 @@ def calibrate(
     from truedraft.calibrating import TextEvaluator
     from truedraft.cli._models import load
     from truedraft.files import write_whole
-    from truedraft.runtime.identity import Identity
+    from truedraft.runtime.identity import identity_of
     from truedraft.views._calibrated import CalibratedLayers
 
     chosen = registry.load("views", view)
@@ -68,6 +68,6 @@ def calibrate(
     record = chosen.calibrate(TextEvaluator(model, texts, subjects=subjects), print)
     if not record["layers"]:
         raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
-    record = {"view": chosen.name, **Identity.of(model).record(), **record}
+    record = {"view": chosen.name, **identity_of(model).record(), **record}
     write_whole(out, json.dumps(record, indent=2) + "\n")
     print(f"{out}: layers {record['layers']}; use it as --draft {chosen.name}:file={out}")

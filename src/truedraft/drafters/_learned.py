@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.errors import Refused, why
-from truedraft.runtime.identity import Identity
+from truedraft.identity import Identity
+from truedraft.runtime.identity import identity_of
 from truedraft.stores import _file as file
+from truedraft.stores.corpus import fingerprint as tokens_of
 from truedraft.tree import Taps
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -180,7 +182,7 @@ def save_learnt(
     narrow = sorted(n for n, w in weights.items() if w.is_floating_point() and w.ndim > 1 and dtype == torch.bfloat16)
     arrays = {n: (w.float() if w.is_floating_point() else w).numpy() for n, w in weights.items()}
     arrays |= {n: weights[n].to(dtype).view(torch.int16).numpy() for n in narrow}  # numpy has no bf16
-    config = {**config, MADE_FOR: Identity.of(model, tokenizer).record(), "bfloat16": narrow}
+    config = {**config, MADE_FOR: _identity(model, tokenizer).record(), "bfloat16": narrow}
     file.write(folder / WEIGHTS, f"{name} drafter", VERSION, config, arrays)
 
 
@@ -210,7 +212,11 @@ def other_weights(
         Refused: it was trained for a target of other sizes or tokens.
     """
     fitted = f"{name}: {str(source)!r} was trained"
-    return origin(config).compared(Identity.of(model, tokenizer), fitted, "train one for this model")
+    return origin(config).compared(_identity(model, tokenizer), fitted, "train one for this model")
+
+
+def _identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Identity:
+    return identity_of(model, "" if tokenizer is None else tokens_of(tokenizer))
 
 
 def origin(config: dict[str, Any]) -> Identity:
@@ -241,21 +247,6 @@ def read_weights(folder: Path, name: str, source: str = "") -> tuple[dict[str, A
 def training(name: str) -> str:
     """The command that trains a method, in messages."""
     return f"truedraft train {name} --target MODEL --data FILE --out NEW_FOLDER"
-
-
-def check_finite(name: str, source: object, module: nn.Module) -> None:
-    """Raises Refused where a weight or a buffer is not a finite number: its drafts would be those of no model.
-
-    source: as the caller named it, or the module itself.
-    """
-    source = "the given module" if isinstance(source, nn.Module) else repr(str(source))
-    for part, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and not tensor.is_meta and not (finite := tensor.isfinite()).all():
-            what = "NaN" if tensor.isnan().any() else "infinity"
-            raise Refused(
-                f"{name}: {source} has {what} in {int((~finite).sum()):,} of {tensor.numel():,} numbers of "
-                f"{part}: it is damaged, or its training went wrong; give another"
-            )
 
 
 def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:

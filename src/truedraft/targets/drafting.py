@@ -15,8 +15,9 @@ from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.caches.subset import SubsetCache
 from truedraft.errors import Refused
+from truedraft.identity import FEWER, Identity
 from truedraft.runtime._base import Runner
-from truedraft.runtime.identity import FEWER, Identity
+from truedraft.runtime.identity import identity_of
 from truedraft.runtime.shares import weight_share
 from truedraft.targets.memory import check_room
 from truedraft.tree import DraftTree, Scores, Taps
@@ -60,7 +61,7 @@ class ViewPasses:
 
     @cached_property
     def _identity(self) -> Identity:
-        return Identity.of(self.model)
+        return identity_of(self.model)
 
     def generate_under(self, view: View) -> None:
         if view.alternatives:

@@ -12,6 +12,7 @@ from truedraft.errors import Refused, why
 from truedraft.files import whole
 
 MODEL, CONFIG = "model.safetensors", "config.json"  # of a whole model
+LOG = "log.jsonl"  # of a run, in its folder
 STATE = "training.pt"  # file name in a checkpoint's folder
 VERSION = 1
 
@@ -22,9 +23,9 @@ def check_fresh(folder: Path, checkpoint: str) -> None:
     for name in (checkpoint, *([CONFIG] if checkpoint == MODEL else ())):
         if (folder / name).exists():
             ours = "go on from it with --resume, or give another folder"
-            theirs = "it was not trained there, or its run is complete: give another folder"
-            advice = ours if (folder / STATE).exists() else theirs
-            raise Refused(f"--out: {str(folder)!r} holds a checkpoint ({name}): {advice}")
+            theirs = "it was not trained there, so give another folder"
+            advice = ours if any((folder / one).exists() for one in (STATE, LOG)) else theirs
+            raise Refused(f"--out: {str(folder)!r} holds a checkpoint: {advice}")
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from truedraft.drafters._learned import Learner, Metrics
 from truedraft.errors import Refused, why
 from truedraft.files import write_whole
 from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_groups
-from truedraft.train.checkpoints import STATE, check_fresh, read_state, write_state
+from truedraft.train.checkpoints import LOG, STATE, check_fresh, read_state, write_state
 from truedraft.train.curves import drawn
 from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
 from truedraft.train.responses import Given, Responding, given_lines, given_responses, target_responses
@@ -27,7 +27,7 @@ T = TypeVar("T")
 HELD_OUT = 100  # one line in this many is held out for validation,
 FEW, SHARE = 20, 10  # or more often, for this many lines, but at most one line in so many,
 MOST = 200  # and at most this many lines
-CURVES, LOG = "curves.svg", "log.jsonl"  # file names in a checkpoint's folder
+CURVES = "curves.svg"  # file name in a checkpoint's folder
 
 
 def train_drafter(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.card import Card, lacking, method_name
 from truedraft.errors import Refused
-from truedraft.runtime.identity import Identity
+from truedraft.identity import Identity
 from truedraft.tree import Taps
 from truedraft.views._neurons import PANEL, Neurons
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
-from truedraft.runtime.identity import Identity
+from truedraft.identity import Identity
 from truedraft.views._base import Reduction, View
 from truedraft.views._layers import Without, check_layers, listed
 

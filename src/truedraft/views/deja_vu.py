@@ -16,8 +16,7 @@ from os import PathLike
 from typing import Any
 
 from truedraft.card import Card, knob, shown
-from truedraft.drafters._learned import check_finite
-from truedraft.drafters.self_._neurons import Training, read_predictors
+from truedraft.drafters.self_._neurons import Training, check_predictors, read_predictors
 from truedraft.errors import Refused
 from truedraft.views._base import Reduction, View
 from truedraft.views._neurons import Neurons, Predictors
@@ -46,13 +45,13 @@ class DejaVu(View):
     def __post_init__(self) -> None:
         if isinstance(self.model, str | PathLike):
             predictors, fitted_to = read_predictors(str(self.model))
-            check_finite("deja-vu", self.model, predictors)
+            check_predictors(self.model, predictors)
             object.__setattr__(self, "model", predictors)
             object.__setattr__(self, "fitted_to", fitted_to)
         elif not isinstance(self.model, Predictors | None):
             raise Refused(f"deja-vu:model={shown(self.model)}: give the folder of a checkpoint")
         elif self.model is not None:
-            check_finite("deja-vu", self.model, self.model)
+            check_predictors(self.model, self.model)
 
     def reduction(self, layers: int) -> Reduction:
         if self.model is None:

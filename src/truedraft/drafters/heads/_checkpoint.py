@@ -72,9 +72,9 @@ class Format:
 def read_head(
     name: str, source: str | PathLike[str] | None, formats: Sequence[Format], model: PreTrainedModel,
     rebuilt: Callable[[dict[str, Any], PreTrainedModel], Module], tokenizer: PreTrainedTokenizerBase | None = None,
-) -> tuple[Module, str]:  # fmt: skip
-    """The head of a checkpoint: trained here, or in the first format that matches; and a sentence for reports where it
-    was trained here for other weights of the target, else an empty one.
+) -> Module:  # fmt: skip
+    """The head of a checkpoint: trained here, or in the first format that matches. Its attribute `origin` is a sentence
+    for reports where it was trained here for other weights of the target, else empty.
 
     For a stretched model (`truedraft.bench.stretched`) it is the head of the original, stretched likewise.
 
@@ -88,22 +88,22 @@ def read_head(
         Refused: no such checkpoint, in no format that the method reads, damaged, or not made for this target.
     """
     if (stretch := getattr(model, "stretch", None)) is not None:
-        head, note = read_head(name, source, formats, stretch.source, rebuilt, tokenizer)
-        return stretch.head(head, lambda record: rebuilt(record, model)), note
+        head = read_head(name, source, formats, stretch.source, rebuilt, tokenizer)
+        return _from(stretch.head(head, lambda record: rebuilt(record, model)), origin_of(head))
     if source is None and (source := assets.head(name, model.config.name_or_path)) is None:
         raise Refused(f"{name} needs a head: draft='{name}:FOLDER', made by `truedraft train {name}`, or others'")
     folder = folder_of(name, source)
     if (folder / WEIGHTS).exists():
         config, weights = read_learnt(folder, name, model, tokenizer, str(source))
         note = other_weights(config, name, source, model, tokenizer)
-        return with_weights(lambda: rebuilt(config, model), weights, name, str(source)), note
+        return _from(with_weights(lambda: rebuilt(config, model), weights, name, str(source)), note)
     foreign = Foreign(str(source), folder)
     known = ", ".join(form.name for form in formats) or "none but its own"
     if layout := unread_layout(foreign.tensors, foreign.config):
         raise Refused(f"{name}: {str(source)!r} is in the layout of {layout}, which is not read here: give {known}")
     for form in formats:
         if form.matches(foreign):
-            return form.read(foreign, model), ""
+            return form.read(foreign, model)
     for other in registry.names("drafters"):
         if any(form.matches(foreign) for form in getattr(registry.method("drafters", other), "formats", ())):
             raise Refused(
@@ -112,6 +112,16 @@ def read_head(
     raise Refused(
         f"{name}: {str(source)!r} is in no format that it reads ({known}), nor made by `truedraft train {name}`"
     )
+
+
+def _from(head: Module, origin: str) -> Module:
+    object.__setattr__(head, "origin", origin)
+    return head
+
+
+def origin_of(head: object) -> str:
+    """The attribute of a head of `read_head`; empty for others."""
+    return str(getattr(head, "origin", ""))
 
 
 def folder_of(name: str, source: str | PathLike[str]) -> Path:

@@ -16,12 +16,13 @@ from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._confidence import ConfidenceTree
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
-from truedraft.drafters._learned import Learner, check_finite
-from truedraft.drafters.heads._checkpoint import Format, read_head
+from truedraft.drafters._learned import Learner
+from truedraft.drafters.heads._checkpoint import Format, origin_of, read_head
 from truedraft.drafters.heads._head import Head, Learned, check_target
 from truedraft.drafters.heads._quantize import check_copies, copies_of
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
@@ -47,7 +48,6 @@ class LearnedDrafter(Drafter):
             own = self.kind.__name__
             raise Refused(f"{self._name}:model={shown(self.model)}: give the folder of a checkpoint, or a {own}")
         self._head: Any = None
-        self._origin = ""  # a sentence on the target that it was trained for, where that is another
         self._reader: Any = None
         self.forget()
 
@@ -85,7 +85,7 @@ class LearnedDrafter(Drafter):
     @property
     def notes(self) -> list[str]:
         """Also which target a checkpoint was trained for, and which layers one of another project is taken to mean."""
-        record, found = self.head.record(), [*super().notes, *filter(None, [self._origin])]
+        record, found = self.head.record(), [*super().notes, *filter(None, [origin_of(self.head)])]
         if "source" not in record:
             return found
         layers = ", ".join("the last one after the final norm" if k == -1 else str(k) for k in record["layers"])
@@ -127,11 +127,7 @@ class TrainedDrafter(LearnedDrafter):
     learner: ClassVar[type[Learner]]
 
     def opened(self, model: PreTrainedModel) -> Learned:
-        head: Learned
-        head, self._origin = read_head(
-            self.learner.name, self.model, self.formats, model, self.rebuilt, self.target_tokenizer
-        )
-        return head
+        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt, self.target_tokenizer)
 
     @staticmethod
     @abstractmethod

@@ -29,11 +29,12 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._learned import Batch, Learner, Metrics, check_finite, other_weights, read_learnt, with_weights
+from truedraft.drafters._learned import Batch, Learner, Metrics, other_weights, read_learnt, with_weights
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._filling import FillerCache, filler_cache
 from truedraft.drafters.heads._nn import CacheUpdate, CrossAttentionLayer, PositionEncoding, attention_bias
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.modules import source_width
 from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of

@@ -27,14 +27,15 @@ from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._candidates import DraftVocabulary, candidates
 from truedraft.drafters._growing import position_laws
-from truedraft.drafters._learned import Batch, Learner, Metrics, check_finite, target_logits
+from truedraft.drafters._learned import Batch, Learner, Metrics, target_logits
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
 from truedraft.drafters._walking import Walk
-from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
+from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, origin_of, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._quantize import FORM, check_copies, copies_of
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.linears import Linears
 from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of
@@ -303,12 +304,11 @@ class Medusa(Drafter):
         if not isinstance(self.model, str | PathLike | MedusaHeads | None):
             raise Refused(f"medusa:model={shown(self.model)}: give the folder of a checkpoint, or a MedusaHeads")
         self._states: dict[int, Tensor] = {}
-        self._origin = ""  # a sentence on the target that the heads were trained for, where that is another
         self.forget()
 
     @property
     def notes(self) -> list[str]:
-        return [*super().notes, *filter(None, [self._origin])]
+        return [*super().notes, *filter(None, [origin_of(self.heads)])]
 
     def forget(self) -> None:
         self._calibration = Calibration()
@@ -320,9 +320,8 @@ class Medusa(Drafter):
             check_target("medusa", self.model.target_sizes, target.model)
             self.heads = self.model
         else:
-            self.heads, self._origin = read_head(
-                "medusa", self.model, self.formats, target.model, self.rebuilt, self.target_tokenizer
-            )
+            of = self.target_tokenizer
+            self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt, of)
         check_finite("medusa", self.model or "its heads", self.heads)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()

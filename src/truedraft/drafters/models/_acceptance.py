@@ -19,7 +19,8 @@ from truedraft.card import knob, shown
 from truedraft.drafters._learned import Batch, Learner, Metrics, read_weights
 from truedraft.drafters.models._reader import loaded
 from truedraft.errors import Refused
-from truedraft.runtime.identity import Identity
+from truedraft.identity import Identity
+from truedraft.runtime.identity import identity_of
 from truedraft.runtime.tapping import LayerTaps
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Taps
@@ -188,7 +189,7 @@ class Training(Learner):
         return {
             "hidden": self.module.hidden, "blocks": self.blocks, "weight": self.weight,
             "draft": {
-                "name": str(folder.resolve() if folder.is_dir() else given), **Identity.of(self.draft).record(),
+                "name": str(folder.resolve() if folder.is_dir() else given), **identity_of(self.draft).record(),
             },
         }  # fmt: skip
 
@@ -234,5 +235,5 @@ def of_other_draft(model: PreTrainedModel, config: dict[str, Any]) -> str:
     remedy = "give that model, or train a head for this one"
     stored = config["draft"]
     return Identity.read({"target": stored.get("class", "model"), **stored}).compared(
-        Identity.of(model), fitted, remedy
+        identity_of(model), fitted, remedy
     )

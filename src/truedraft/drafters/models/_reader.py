@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.card import shown
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import check_finite
 from truedraft.drafters.models._branch import Branch
 from truedraft.drafters.models._vocabularies import RowTexts
 from truedraft.errors import NoRoom, Refused
 from truedraft.loading import load
 from truedraft.runtime._base import GreedyChain, TreeGrowth, TreeLimits
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
 from truedraft.targets.kinds import family_of

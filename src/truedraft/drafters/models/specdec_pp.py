@@ -34,12 +34,13 @@ from torch import Tensor
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import check_finite, other_weights, read_learnt, read_weights, with_weights
+from truedraft.drafters._learned import other_weights, read_learnt, read_weights, with_weights
 from truedraft.drafters._timed import TimedLevels
 from truedraft.drafters.models._acceptance import CANNOT, LAST, AcceptanceHead, Training, hidden_size, of_other_draft
 from truedraft.drafters.models._model import ContinuingModelDrafter
 from truedraft.drafters.models._reader import Reader
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 

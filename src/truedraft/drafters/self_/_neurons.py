@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from truedraft.card import knob
 from truedraft.drafters._learned import Batch, Learner, Metrics, origin, read_weights, with_weights
 from truedraft.errors import Refused
-from truedraft.runtime.identity import Identity
+from truedraft.identity import Identity
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.sparse import Feeds
 from truedraft.runtime.tapping import blocks_of
@@ -117,6 +118,11 @@ class Training(Learner):
         if {k: v for k, v in config.items() if k in own} != own:
             raise Refused(f"--resume: the checkpoint is of predictors {config}, not {own}: give the same knobs")
         self.module.load_state_dict(weights)
+
+
+def check_predictors(source: object, predictors: Predictors) -> None:
+    """Raises Refused where a weight is no finite number. source: as the caller named them, or they themselves."""
+    check_finite(NAME, source, predictors)
 
 
 def read_predictors(folder: str) -> tuple[Predictors, Identity]:

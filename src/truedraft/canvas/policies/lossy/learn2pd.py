@@ -26,8 +26,8 @@ from truedraft.canvas.layout import Layout
 from truedraft.canvas.policies.lossy._base import LossyPolicy
 from truedraft.canvas.policies.lossy._filter import MAKER, Filter, confidences
 from truedraft.card import Card, knob, shown
-from truedraft.drafters._learned import check_finite
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 
 
 @dataclass
