@@ -109,7 +109,9 @@ def test_a_calibration_is_of_one_model(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"sleb has no layers to skip: `truedraft calibrate sleb"):
         truedraft.accelerate(model, draft="sleb")
     file.write_text(json.dumps({"layers": "1", "fingerprint": "another"}))
-    with pytest.raises(Refused, match=r"sleb was calibrated on another model \(another; .*\): calibrate it"):
+    with pytest.raises(
+        Refused, match=r"sleb was calibrated for another model \(a model, fingerprint another; .*\): calibrate it"
+    ):
         truedraft.accelerate(model, draft=f"sleb:file={file}")
     for wrong in ("{}", "no json", json.dumps({"layers": "x", "fingerprint": "1"})):
         file = tmp_path / f"{len(wrong)}.json"

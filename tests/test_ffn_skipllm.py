@@ -412,8 +412,10 @@ def test_the_command_calibrates_what_drafts(tmp_path: Path, capsys: pytest.Captu
     assert main(["generate", "nano", "once", "--max-new-tokens", "4", "--draft", f"ffn-skipllm:file={out}"]) == 0
     record = json.loads(out.read_text())
     out.write_text(json.dumps({**record, "fingerprint": "another"}))
+    assert main(["generate", "nano", "once", "--max-new-tokens", "4", "--draft", f"ffn-skipllm:file={out}"]) == 0
+    out.write_text(json.dumps({**record, "fingerprint": "another", "sizes": [1, 2, 3]}))
     assert main(["generate", "nano", "once", "--draft", f"ffn-skipllm:file={out}"]) == 2
-    assert "was calibrated on another model" in capsys.readouterr().err
+    assert "was calibrated for another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

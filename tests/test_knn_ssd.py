@@ -18,7 +18,7 @@ from test_views import COMPILED, LAYERS
 from truedraft import DraftTree, Refused, registry
 from truedraft.calibrating import TextEvaluator
 from truedraft.cli import main
-from truedraft.drafters._learned import fingerprint
+from truedraft.runtime.identity import fingerprint
 from truedraft.tree import Row
 from truedraft.views._calibrated import Step
 from truedraft.views._layers import listed
@@ -225,7 +225,7 @@ def test_files_of_others_are_refused(model: PreTrainedModel, file: Path, tmp_pat
         with pytest.raises(Refused, match="is no file of `truedraft calibrate` for knn-ssd"):
             registry.load("views", f"knn-ssd:file={path}")
     path.write_text(json.dumps({**record, "fingerprint": "another"}))
-    with pytest.raises(Refused, match="knn-ssd was calibrated on another model"):
+    with pytest.raises(Refused, match="knn-ssd was calibrated for another model"):
         truedraft.accelerate(model, draft=f"knn-ssd:file={path}")
     path.write_text(json.dumps({**record, "subjects": {**subjects, "x": {**subjects["sums"], "layers": "9"}}}))
     with pytest.raises(Refused, match=r"layers \[9\] cannot be skipped"):

@@ -14,10 +14,12 @@ import torch
 
 import truedraft
 from models import ARCHITECTURES, tiny
+from truedraft import registry
 from truedraft.cli import main
 from truedraft.drafters._base import Drafter
 from truedraft.errors import Refused
 from truedraft.loading import load
+from truedraft.planning.drafters import planned_drafter
 from truedraft.planning.models import Sized, buffer_bytes, sized
 from truedraft.planning.parts import Part, bytes_of, peak
 from truedraft.planning.plan import Plan, most, planned
@@ -224,3 +226,17 @@ def test_logits_of_a_ragged_pass_are_held_once() -> None:
     assert scores.logits.untyped_storage().nbytes() == 2 * 21 * 4096 * 4
     assert not scores.logits[1, 1:].any()
     target.free()
+
+
+def test_every_drafter_is_planned_or_names_what_it_needs() -> None:
+    """Also one whose draft model is the target itself, with other mixers, and one of several readers."""
+    target = sized("nano")
+    for name in (*registry.names("drafters"), *registry.names("views")):
+        kind = "views" if registry.is_view(name) else "drafters"
+        needs = registry.method(kind, name).card.needs
+        if "draft model" in needs and name != "specdec-pp":
+            with pytest.raises(Refused, match=f"{name} needs a draft model"):
+                planned_drafter(name, target)
+        elif not set(needs) & {"training", "MTP layers", "diffusion model", "calibration", "tokenizer"}:
+            drafter, sides = planned_drafter(name, target)
+            assert drafter is not None and len(sides) == 1

@@ -26,6 +26,7 @@ from truedraft.targets.hosting import hosted
 from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
+from vocabularies import tokenized
 
 FP32 = torch.float32  # in which transformers computes recurrent states, whatever the dtype of the model
 LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
@@ -135,7 +136,7 @@ def test_every_drafter(architecture: str, runtime: str, name: str, rule: str, mo
 def test_drafters_that_need_more_than_a_chain_are_refused(name: str) -> None:
     model = tiny("qwen3_5_text", FP32)
     with pytest.raises(ValueError, match=REFUSED[name]):
-        fast = truedraft.accelerate(model, draft=drafter(name, model), runtime="stock")
+        fast = tokenized(model, draft=drafter(name, model), runtime="stock")
         fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5)
 
 

@@ -9,15 +9,14 @@ from datetime import datetime
 from pathlib import Path
 
 from truedraft import __version__
-from truedraft.cli._text import check_writable
 from truedraft.errors import Refused, why
-from truedraft.files import write_whole
+from truedraft.files import check_file, write_whole
 
 
 def check_page(path: Path | None) -> None:
     """Raises Refused, before anything is measured, for a path that cannot be written."""
     if path is not None:
-        check_writable(path, "--html")
+        check_file(path, f"--html {path}")
 
 
 def write_page(path: Path, text: str) -> None:

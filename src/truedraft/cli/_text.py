@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import warnings
@@ -31,14 +30,6 @@ def read(path: Path, option: str) -> str:
         raise Refused(f"{option} {path}: not UTF-8 text") from e
     except OSError as e:
         raise Refused(f"{option} {path}: {why(e)}") from e
-
-
-def check_writable(path: Path, option: str) -> None:
-    """Raises Refused, before any work, for a file given as `option` that cannot be written."""
-    if path.is_dir():
-        raise Refused(f"{option} {path} is a folder: name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise Refused(f"{option} {path}: {path.parent} is no folder that can be written")
 
 
 def console(stderr: bool = False) -> Console:

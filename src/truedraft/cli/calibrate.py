@@ -15,9 +15,9 @@ from typer import Argument, Option
 from truedraft import loading, registry
 from truedraft.cli._options import Threads, use_threads
 from truedraft.cli._progress import progressing
-from truedraft.cli._text import check_writable
 from truedraft.cli.train import lines_of
 from truedraft.errors import Refused
+from truedraft.files import check_file
 
 if TYPE_CHECKING:
     from truedraft.views._calibrated import CalibratedLayers, Evaluator
@@ -52,7 +52,7 @@ def calibrate(
         raise Refused(f"--limit {limit}: give at least 1")
     if not 0 < minutes < inf:
         raise Refused(f"--minutes {minutes:g}: give a number above 0")
-    check_writable(out, "--out")
+    check_file(out, f"--out {out}")
     registry.check("views", view)
     loading.check(target, argument="--target")
     if len({file.stem for file in data}) < len(data):
@@ -61,7 +61,7 @@ def calibrate(
     use_threads(threads)
     from truedraft.cli._models import load
     from truedraft.files import write_whole
-    from truedraft.runtime.identity import fingerprint
+    from truedraft.runtime.identity import identity_of
     from truedraft.views._calibrated import CalibratedLayers
 
     chosen = registry.load("views", view)
@@ -74,7 +74,7 @@ def calibrate(
         return INTERRUPTED
     if found is None or not found["layers"]:
         raise Refused(f"{chosen.name}: {target} can spare no layers on these texts: draft by another view or drafter")
-    record = {"view": chosen.name, "target": type(model).__name__, "fingerprint": fingerprint(model), **found}
+    record = {"view": chosen.name, **identity_of(model).record(), **found}
     write_whole(out, json.dumps(record, indent=2) + "\n")
     print(f"{out}: layers {record['layers']}; use it as --draft {chosen.name}:file={out}")
     return INTERRUPTED if interrupted else 0

@@ -16,6 +16,7 @@ from truedraft import loading
 from truedraft.cli._options import COLDEST, AsJson, Threads, check_seeds, use_threads
 from truedraft.cli.train import lines_of
 from truedraft.errors import Refused
+from truedraft.files import check_folder
 
 if TYPE_CHECKING:
     from truedraft.layout import Table
@@ -61,6 +62,7 @@ def shapes(
     if temperature != 0 and not COLDEST <= temperature < inf:
         raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
     check_seeds([seed])
+    check_folder(out, f"--out {out}")
     loading.check(target, argument="--target")
     _, prompts, _ = lines_of(data)
     use_threads(threads)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from truedraft.drafters._learned import Metrics
 from truedraft.errors import Refused
 from truedraft.files import read_lines, write_whole
 from truedraft.runtime.forward import attention_mask
-from truedraft.train.checkpoints import write_state
+from truedraft.train.checkpoints import MODEL, write_state
 from truedraft.train.loop import Plan, Run, fit
 
 HELD_OUT = 16  # one text in this many is held out for validation
@@ -63,6 +63,7 @@ class Noised:
 class CertaintyForcing:
     """The training of `lossy/dparallel`."""
 
+    checkpoint: ClassVar[str] = MODEL
     weight: float = knob(2.0, 0, 100)  # of the entropy in the loss (2)
     temperature: float = knob(0.5, 0.01, 10)  # of the law whose entropy it is (0.5)
     share: float = knob(0.5, 0.05, 0.95)  # of the block's positions that are masked first (0.5)

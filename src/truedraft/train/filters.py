@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,6 +99,7 @@ def _step(predictions: Predictions, text: Sequence[int], block: int) -> tuple[Te
 class FilterTraining:
     """The training of `lossy/learn2pd`."""
 
+    checkpoint: ClassVar[str] = FILE
     hidden: int = knob(64, 1, 4096)  # units of the perceptron (64)
     batch: int = knob(256, 1, 1 << 16)  # steps of decoding in a batch (256)
 

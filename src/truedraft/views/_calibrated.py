@@ -13,6 +13,7 @@ from torch import Tensor
 
 from truedraft.errors import Refused
 from truedraft.files import read_bytes
+from truedraft.identity import Identity
 from truedraft.views._base import Reduction, View
 from truedraft.views._layers import Without, check_layers, listed
 
@@ -76,7 +77,7 @@ class CalibratedLayers(View):
             record = json.loads(read_bytes(Path(self.file)))
             listed(record["layers"])
             object.__setattr__(self, "layers", record["layers"])
-            object.__setattr__(self, "fingerprint", str(record["fingerprint"]))
+            object.__setattr__(self, "fitted_to", Identity.read({"fingerprint": record["fingerprint"], **record}))
             self.read(record)
         except (ValueError, KeyError, TypeError) as e:
             raise Refused(f"{self.file!r} is no file of `truedraft calibrate` for {self.name}") from e

@@ -29,6 +29,10 @@ class D3(CalibratedLayers):
         family="self-drafting",
         needs=("calibration",),
         published="1.5x fewer operations of Llama 7B to 70B at below 1 % less in GSM8K and BBH, without verification.",
+        lacks={
+            "d3": "the depth falls with each token, as published; the order of the layers is found by SLEB's search, "
+            "not by their similarity, and alpha is not searched for",
+        },
     )
     layers: str = knob("", form=FORM, reader=listed)  # that may be skipped, the first of them first
     file: str = knob("")  # of the layers that were found

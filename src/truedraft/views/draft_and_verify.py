@@ -27,6 +27,10 @@ class DraftAndVerify(CalibratedLayers):
         family="self-drafting",
         needs=("calibration",),
         published="Up to 1.73x with Llama 2 13B and 70B, summaries and code; 1,000 sets were tried.",
+        also={
+            "self-speculative-decoding": "",
+            "self-speculative": "",
+        },
     )
     layers: str = knob("", form=FORM, reader=listed)  # to skip, as found before
     file: str = knob("")  # of the layers that were found

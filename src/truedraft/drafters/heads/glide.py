@@ -207,6 +207,9 @@ class Glide(TrainedDrafter, HeadTree):
         cannot=SEQ2SEQ,
         presets={"glide-tree": {"nodes": 24, "depth": 6, "top_k": 6}, "glide-drawn": {"drawn": True}},
         published="Up to 2.17x for Vicuna, with CaPE 2.61x (one GPU).",
+        also={
+            "glide-cape": "draft='cape:source=glide:FOLDER' is both",
+        },
     )
     learner = Training
     kind = GlideHead

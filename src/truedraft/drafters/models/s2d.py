@@ -140,6 +140,9 @@ class S2d(ChainDrafter):
         cannot={"encoder-decoder": "its exits are those of a decoder language model"},
         published="Vicuna 7B and 13B: 1.34x and 1.38x, LLaMA-2 70B 1.95x, 2.4 to 2.9 tokens a pass; an unsorted "
         "draft's early exit 1.22x on average (one GPU).",
+        also={
+            "sorted-speculative-decoding": "",
+        },
     )
     learner = Sorting
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
