@@ -45,6 +45,13 @@ class Rotation:
         """x: (..., n, head size), each rotated by its position. positions: (n,)."""
         return self._rotated(x, *(part.to(x.dtype) for part in self.tables(positions)))
 
+    def columns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, (n, numbers that are rotated) each, by their places in a head; fp32, of what
+        they are in a dtype."""
+        cos, sin = (part.to(dtype).float() for part in self.tables(positions))
+        both = [part.repeat_interleave(2, -1) if self.neighbours else part.repeat(1, 2) for part in (cos, sin)]
+        return both[0].contiguous(), (-both[1] if self.backwards else both[1]).contiguous()
+
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         count = 2 * cos.shape[-1]
         part, rest = x[..., :count], x[..., count:]
