@@ -50,7 +50,7 @@ def train(name: str, lines: list[dict[str, str]], run: Path, steps: int, batch: 
     learner: Any = registry.method("drafters", name).learner()  # type: ignore[misc]
     train_drafter(
         learner, model.float(), tokenizer, [line["prompt"] for line in lines], run,
-        Plan(minutes=1e9, steps=steps, every=8, lr=3e-3, bf16=True),
+        Plan(minutes=1e9, steps=steps, every=20, lr=3e-3, bf16=True),
         answers=[line["response"] for line in lines], batch=batch,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, required=True)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--limit", type=int, default=8, help="prompts of a kind")
     parser.add_argument("--train-only", action="store_true")
