@@ -66,7 +66,7 @@ def shown(console: Console, title: str, figures: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.5B"])
+    parser.add_argument("--sizes", nargs="*", default=[AS_IS, "0.5B"], help="none for the counts alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=4)
