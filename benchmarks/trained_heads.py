@@ -7,7 +7,8 @@ Each head is trained for `nano` on the same responses of it, in the same number 
 the folder of runs is not trained again, and `--only` replaces the rows of some heads in the file. All figures are
 tokens per pass of drafts in full, of about five and of 24 tokens, on the embedded stories, beginnings of Python
 functions and edits, which do not depend on the load of the machine. Every text is compared with that of
-`model.generate`. `--note` writes them for the pages of the methods.
+`model.generate`. `--note` writes them for the pages of the methods. The layer for multi-token prediction, which other
+models bring with them, is trained here beside a finished `nano`, which has none.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import argparse
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file
 
 from heads import workloads
 from noted import figure, note
 from shared_drafters import Measured
 from truedraft import registry
+from truedraft.drafters.heads._mtp import MtpHead
+from truedraft.drafters.heads._unroll import UnrolledLearner, layer_like
 from truedraft.files import write_whole
 from truedraft.loading import load
 from truedraft.train.drafter import train_drafter
@@ -40,14 +45,37 @@ WAYS = {  # by trained head: the methods that draft with it, and their knobs
     "mlp-speculator": tuple(("mlp-speculator", knobs) for knobs in FEW),
     "medusa": (("medusa", "nodes=4,top_k=1"), ("medusa", "nodes=24")),
     "dflash": (("dflash", "depth=7,top_k=1"), ("dflash", "depth=7,top_k=4,nodes=24")),
+    "mtp": (("mtp", "nodes=1,depth=1"), ("mtp", CHAIN), ("mtp", TREE)),
 }
 COMMAND = "python benchmarks/trained_heads.py --lines LINES.jsonl --runs FOLDER --json FILE"
+
+
+@dataclass
+class MtpTraining(UnrolledLearner):
+    """Of a layer for multi-token prediction, in DeepSeek's layout, unrolled over its own states."""
+
+    name: ClassVar[str] = "mtp"
+    vocabulary = 0
+    steps: int = 3
+    decay: float = 0.8
+    loss_name: str = "kl"
+
+    def head(self, model: Any) -> MtpHead:
+        record = dict(layers=(-1,), depths=1, raw_states=False, layer=layer_like(model.config), head_norms=False)
+        return MtpHead(record, model)
+
+    def initialise(self) -> None:
+        """Begin with the feature of the token before."""
+        head: Any = self.module
+        with torch.no_grad():
+            head.depths[0].eh_proj.weight.normal_(0, 0.02)
+            head.depths[0].eh_proj.weight[:, -head.size :] += torch.eye(head.size)
 
 
 def train(name: str, lines: list[dict[str, str]], run: Path, steps: int, batch: int) -> None:
     model, tokenizer = load("nano")
     torch.manual_seed(0)
-    learner: Any = registry.method("drafters", name).learner()  # type: ignore[misc]
+    learner: Any = MtpTraining() if name == "mtp" else registry.method("drafters", name).learner()  # type: ignore[misc]
     train_drafter(
         learner, model.float(), tokenizer, [line["prompt"] for line in lines], run,
         Plan(minutes=1e9, steps=steps, every=20, lr=3e-3, bf16=True),
@@ -63,10 +91,19 @@ def shape_of(knobs: str) -> str:
     return f"tree of {given['nodes']}" if given else "its tree"
 
 
+def drafter(method: str, knobs: str, model: Any, run: Path) -> Any:
+    """A drafter with the head of a run."""
+    source: Any = str(run)
+    if method == "mtp":
+        source = MtpTraining().head(model)
+        source.load_state_dict(load_file(run / "drafter.safetensors"))
+    return registry.load("drafters", f"{method}:{knobs}" if knobs else method, model=source)
+
+
 def measured(name: str, by_kind: dict[str, Measured], run: Path) -> Iterator[dict[str, Any]]:
     log = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     for method, knobs in WAYS[name]:
-        draft: Any = registry.load("drafters", f"{method}:{knobs}" if knobs else method, model=str(run))
+        draft = drafter(method, knobs, next(iter(by_kind.values())).model, run)
         for kind, decoded in by_kind.items():
             for sampled in (False, True):
                 found = decoded(draft, sampled)
