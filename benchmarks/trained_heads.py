@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from itertools import groupby
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 

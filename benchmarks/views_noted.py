@@ -90,7 +90,8 @@ def passes(found: dict[str, Any], made: Figures) -> None:
 
 def lossy(found: dict[str, Any], made: Figures) -> None:
     command = f"{VIEWS} --parts lossy --texts FILE"
-    for unit, key, times, digits in (("perplexity", "perplexity", 1, 2), ("% of tokens as the whole model", "agreement", 100, 1)):
+    kinds = ("perplexity", "perplexity", 1, 2), ("% of tokens as the whole model", "agreement", 100, 1)
+    for unit, key, times, digits in kinds:
         for row in alone(found["lossy"]):
             whole = next(one for one in found["lossy"] if one["view"] == "no drafts" and one["size"] == row["size"])
             target = f"nano stretched to {row['size'].replace('B', ' B')}" if row["size"] else "nano"

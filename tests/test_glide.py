@@ -20,8 +20,8 @@ from models import sibling, tiny
 from test_heads import learner_of
 from test_views import COMPILED
 from truedraft import Refused, registry
-from truedraft.drafters._learned import Batch, save_learnt
 from truedraft.caches.rows import RowCache
+from truedraft.drafters._learned import Batch, save_learnt
 from truedraft.drafters.heads._crossing import CompiledCrossingPass, CrossingPass, CrossingReader
 from truedraft.drafters.heads.glide import GlideHead, Training
 from truedraft.runtime.nodes import Nodes

@@ -293,13 +293,13 @@ class GrowingDrafter(Drafter):
         row = growing.row
         if self.preferred(row) != "law" or self.draws != "independent":
             return [self.chosen(growing, *each) for each in zip(nodes, laws, counts, strict=True)]
-        allowed = laws.any(-1).tolist()
-        found = iter(
-            row.request.chance.draw_each(laws[allowed], row, [n for n, some in zip(counts, allowed, strict=True) if some])
-            if any(allowed)
-            else ()
-        )
-        return [next(found) if some else [] for some in allowed]
+        allowed = [place for place, some in enumerate(laws.any(-1).tolist()) if some]
+        drawn: list[list[int]] = [[] for _ in nodes]
+        if allowed:
+            found = row.request.chance.draw_each(laws[allowed], row, [counts[place] for place in allowed])
+            for place, tokens in zip(allowed, found, strict=True):
+                drawn[place] = tokens
+        return drawn
 
 
 def by_logits(drafter: Drafter, row: Row) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from truedraft.caches.rows import RowCache
 from truedraft.drafters.heads._head import LearnedHead
 from truedraft.drafters.heads._layers import Attend, Rotary
 from truedraft.drafters.heads._reader import Branches, HeadReader, RowReader
