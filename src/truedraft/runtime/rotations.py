@@ -83,7 +83,8 @@ class CachedKeys:
 
 
 def cached_keys(model: PreTrainedModel, layer: int, layers: int) -> CachedKeys:
-    """Measure what a decoder's layer keeps. layers: of the decoder.
+    """Measure what a decoder's layer keeps. layers: of the decoder. A model without numbers, on the meta device, tells
+    the sizes alone; the rotation is none then.
 
     Raises:
         Refused: it keeps other things than keys and values of every position, or their rotation is not found.
@@ -105,7 +106,7 @@ def cached_keys(model: PreTrainedModel, layer: int, layers: int) -> CachedKeys:
     keys, values = getattr(kept, "keys", None), getattr(kept, "values", None)
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.shape[2:3] == (POSITIONS,)):
         raise Refused(f"the keys of {name} cannot be read: layer {layer} has no keys and values of every position")
-    rotation = _explained(keys[0], blocks[layer], calls)
+    rotation = Rotation(_none, False) if keys.is_meta else _explained(keys[0], blocks[layer], calls)
     if rotation is None:
         raise Refused(f"the keys of {name} cannot be read: how they depend on their positions is not found")
     return CachedKeys(keys.shape[1], keys.shape[3], values.shape[3], rotation)
