@@ -55,7 +55,8 @@ PAIRS = [
 LONG = StoppingCriteriaList([MaxLengthCriteria(1000)])
 SEEDS = 3  # runs of every prompt
 CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
-LOSSY = [(f"lossy/{rule}", "draft-model", "length=6") for rule in ("lenient", "top-beta", "typical")]
+LOSSY = [(f"lossy/{rule}", "draft-model", "length=6") for rule in ("lenient", "typical")]
+GREEDY = [(rule, "draft-model", "length=6") for rule in ("greedy", "lossy/top-beta")]
 
 
 class CountedDrafter(Delegate):
@@ -117,7 +118,7 @@ def measured(
     for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
         torch.manual_seed(number)
         inputs: Any = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        fast.generate(**inputs, max_new_tokens=tokens, do_sample=True, top_k=0, **settings)
+        fast.generate(**inputs, max_new_tokens=tokens, **{"do_sample": True, "top_k": 0, **settings})
         report = fast.report()
         emitted, passes = emitted + report.tokens, passes + report.row_passes
         seconds += report.seconds["all"] - report.seconds["measure"]
@@ -148,10 +149,13 @@ def compare_rules(models: tuple[Any, Any, Any], tokens: int, every: int) -> None
 
 def noted(models: tuple[Any, Any, Any], tokens: int, temperature: float = 0.8) -> None:
     """Write the tokens per pass of each rule and of each drafter of several continuations for their pages."""
-    setting = f"nano drafted by nano-draft, three stories of {tokens} tokens, {SEEDS} seeds, temperature {temperature}"
     made: dict[tuple[str, str], list[Any]] = {}
-    for rule, drafter, knobs in [*PAIRS, *LOSSY]:
-        found = measured(models, (rule, drafter, knobs), {"temperature": temperature}, tokens, 10**9)
+    for pair in [*GREEDY, *LOSSY, *PAIRS]:
+        rule, drafter, knobs = pair
+        settings = {"do_sample": False, "top_k": None} if pair in GREEDY else {"temperature": temperature}
+        found = measured(models, pair, settings, tokens, 10**9)
+        how = "greedy" if pair in GREEDY else f"{SEEDS} seeds, temperature {temperature}"
+        setting = f"nano drafted by nano-draft, three stories of {tokens} tokens, {how}"
         given = round(found["accepted"], 2), "tokens per pass", setting, "counts"
         command = f"python benchmarks/rules.py --note --tokens {tokens}"
         kind, name = ("accept.lossy", rule.removeprefix("lossy/")) if rule.startswith("lossy/") else ("accept", rule)
@@ -159,8 +163,8 @@ def noted(models: tuple[Any, Any, Any], tokens: int, temperature: float = 0.8) -
         if drafter not in ("draft-model", "opt-tree"):
             made.setdefault(("drafters", drafter), []).append(figure(f"{knobs}, rule {rule}", *given, command))
         print(rule, drafter, knobs, *given, flush=True)
-    for (kind, name), figures in made.items():
-        note(kind, name, figures)
+        for (kind, name), figures in made.items():
+            note(kind, name, figures)
 
 
 def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:

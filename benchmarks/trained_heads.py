@@ -72,14 +72,14 @@ class MtpTraining(UnrolledLearner):
             head.depths[0].eh_proj.weight[:, -head.size :] += torch.eye(head.size)
 
 
-def train(name: str, lines: list[dict[str, str]], run: Path, steps: int, batch: int) -> None:
+def train(name: str, lines: list[dict[str, str]], run: Path, steps: int, batch: int, resume: bool = False) -> None:
     model, tokenizer = load("nano")
     torch.manual_seed(0)
     learner: Any = MtpTraining() if name == "mtp" else registry.method("drafters", name).learner()  # type: ignore[misc]
     train_drafter(
         learner, model.float(), tokenizer, [line["prompt"] for line in lines], run,
         Plan(minutes=1e9, steps=steps, every=20, lr=3e-3, bf16=True),
-        answers=[line["response"] for line in lines], batch=batch,
+        answers=[line["response"] for line in lines], batch=batch, resume=resume,
     )  # fmt: skip
 
 
@@ -141,14 +141,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--limit", type=int, default=8, help="prompts of a kind")
     parser.add_argument("--train-only", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs from their last validations")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--note", action="store_true")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.lines.read_text("utf-8").splitlines()]
     args.runs.mkdir(parents=True, exist_ok=True)
     for name in args.only:
-        if not (args.runs / name / "drafter.safetensors").exists():
-            train(name, lines, args.runs / name, args.steps, args.batch)
+        if args.resume or not (args.runs / name / "drafter.safetensors").exists():
+            train(name, lines, args.runs / name, args.steps, args.batch, args.resume)
     if args.train_only:
         return
     torch.set_grad_enabled(False)
