@@ -1,6 +1,6 @@
 """What reflective verification accepts more of a draft, and what text it gives instead of the model's.
 
-    python benchmarks/reflective.py MODEL [--shares 0 0.1 0.3 0.5] [--draft DRAFTER] [--json FILE] [--note NAME]
+    python benchmarks/reflective.py MODEL [--shares 0 0.3 0.6] [--draft DRAFTER] [--json FILE] [--note NAME]
 
 Counts on the embedded edits, chats and stories, which do not depend on the load of the machine: tokens per pass of
 drafts in full, by the share of the second law; the share of tokens that are the model's likeliest ones behind the text
@@ -64,8 +64,9 @@ def measured(model: Any, tokenizer: Any, kind: str, share: float, args: argparse
 
 def noted(rows: list[dict[str, Any]], name: str, args: argparse.Namespace) -> None:
     figures = []
-    setting = f"{name}, drafts of {args.draft} in full, greedy, {args.limit} prompts of a kind, {args.tokens} tokens"
-    command = f"python benchmarks/reflective.py MODEL --draft {args.draft}"
+    few = f"{args.limit} prompts of a kind" if args.limit > 1 else "a prompt of each kind"
+    setting = f"{name}, drafts of {args.draft} in full, greedy, {few}, {args.tokens} tokens"
+    command = f"python benchmarks/reflective.py {Path(args.model).name}"
     units = (
         ("mean_acceptance_length", 2, 1, "tokens per pass"),
         ("likeliest", 1, 100, "% of tokens that are the model's likeliest"), ("nats", 2, 1, "nats per token"),
@@ -82,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--draft", default="prompt-lookup")
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.0, 0.1, 0.3, 0.5])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.0, 0.3, 0.6])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, default=2, help="prompts of a kind")
     parser.add_argument("--json", type=Path)

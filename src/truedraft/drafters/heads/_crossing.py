@@ -96,7 +96,7 @@ class CrossAttention(nn.Module):
         if keys.size != keys.value_size or keys.size % 8:
             raise NotCompilable(f"keys of {keys.size} numbers and values of {keys.value_size}")
         heads = len(self.q_proj.weight) // keys.size
-        shape = dict(heads=heads, head=keys.size, step=keys.size)
+        shape: dict[str, Any] = dict(heads=heads, head=keys.size, step=keys.size)
         for name in ("crossing", "crossed"):
             p.buffer(name, heads * keys.size)
         p.linear("h", "crossing", self.q_proj)
