@@ -17,6 +17,8 @@ from models import ARCHITECTURES, tiny
 from truedraft import registry
 from truedraft.cli import main
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._learned import save_learnt
+from truedraft.drafters.heads.glide import Training
 from truedraft.errors import Refused
 from truedraft.loading import load
 from truedraft.planning.drafters import planned_drafter
@@ -71,6 +73,18 @@ def test_models_without_weights_have_the_sizes_of_hosted_ones(architecture: str)
         real = sum(tensor.untyped_storage().nbytes() for tensor in storage.values())
         assert buffer_bytes(found.program, target.runner._arena) == real
     target.free()
+
+
+def test_a_head_that_reads_the_keys_of_the_target_is_planned(tmp_path: Path) -> None:
+    """From the sizes of the target's keys alone: its own weights, and the buffers of its compiled passes."""
+    model, _ = load("nano", "float32")
+    learner = Training()
+    learner.begin(model)
+    save_learnt(tmp_path, "glide", learner.module, model, learner.config(), torch.float32)
+    _, sizes = plan(f"glide:{tmp_path}", rows=2, tokens=100)
+    head = learner.module
+    assert sizes["head weights"] == sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
+    assert sizes["head buffers"] > 0
 
 
 @pytest.mark.covering(1)

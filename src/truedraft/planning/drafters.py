@@ -19,6 +19,7 @@ from truedraft.drafters._compose import compose
 from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._learned import WEIGHTS
 from truedraft.drafters.heads._checkpoint import Foreign, folder_of
+from truedraft.drafters.heads._crossing import CrossingHead
 from truedraft.drafters.heads._drafter import LearnedDrafter
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._quantize import NONE, copies_of
@@ -192,7 +193,7 @@ class Side:
             return None, copies
         program = None
         with suppress(NotCompilable, RuntimeError, NotImplementedError), META:
-            program = program_of(self.head, copies) if isinstance(self.head, Head) else None
+            program = program_of(self.head, copies) if isinstance(self.head, Head | CrossingHead) else None
         Linears(self.head, copies)
         return program, copies
 

@@ -67,7 +67,7 @@ class CompiledPass(ExtendingPass):
     def _compile(self) -> None:
         self.program: Program = self._compiled(self.copied)
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
+        attending = [op for op in self.program.ops if op.kind in (OpKind.ATTEND, OpKind.CROSS)]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._lists = Variants(self.program, self._compiled, type(self.model).__name__)

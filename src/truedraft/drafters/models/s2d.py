@@ -9,9 +9,10 @@ it is not, the same hidden state goes on to the next exit.
 Keys and values that the layers behind an exit lack, of tokens that were drafted at it, are made when a later token goes
 on: the hidden states of all such tokens run through these layers in one pass with its own. Under cost control an exit
 that saves less than its output head costs is dropped between calls. It wins over a draft model of one depth where easy
-and hard tokens alternate. Passes over a part of the layers are made by the model's own forward, with compiled linear
-layers but not by the compiled pass; beside a draft model as small as those that two cores train, `draft-model` is
-faster for that reason.
+and hard tokens alternate. On the CPU passes over a part of the layers are compiled ones; of models that add positions
+to their embeddings or normalise these (GPT-2, Bloom), they are made by the model's own forward, with compiled linear
+layers. Each exit is a call of its own, so that beside a draft model as small as those that two cores train,
+`draft-model` is faster.
 """
 
 from __future__ import annotations
