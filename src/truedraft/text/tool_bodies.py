@@ -113,8 +113,8 @@ class Parameters:
     """A call whose parameters are each between tags, as plain text.
 
     head: pattern of what comes first, with the group `name`.
-    parameter: pattern of one parameter with the groups `key` and `value`, and `string` where the text says the type.
-    last: the tag that closes a parameter.
+    parameter: pattern of the text before a value, with the group `key`, and `string` where the text says the type.
+    last: the tag that closes a parameter; one that is followed by neither a parameter nor the end belongs to the value.
     end: pattern of the end of the call.
     first: the text with which a head begins, where several calls may follow each other.
     """
@@ -140,21 +140,24 @@ class Parameters:
         schema = schemas.get(_known(head["name"], schemas), {})
         arguments: dict[str, Any] = {}
         at = 0
-        for found in re.finditer(rf"\s*{self.parameter}\s*", body, re.DOTALL):
+        another = re.sub(r"\?P<\w+>", "?:", self.parameter)
+        value = rf"(?P<value>.*?)(?:{re.escape(self.last)}(?=\s*(?:{another}|\Z))|(?={another})|\Z)"
+        for found in re.finditer(rf"\s*{self.parameter}{value}\s*", body, re.DOTALL):
             if found.start() != at or found["key"] in arguments:
                 raise ValueError("text between parameters, or two of one name")
-            arguments[found["key"]] = _value(found, schema)
+            arguments[found["key"]] = self._value(found, schema)
             at = found.end()
         if body[at:].strip():
             raise ValueError("text after the parameters")
         return [(text, offered_call(head["name"], arguments, schemas))]
 
-
-def _value(found: re.Match[str], schema: Mapping[str, Any]) -> Any:
-    text = found["value"].removeprefix("\n").removesuffix("\n")
-    known = properties_of(schema).get(found["key"], schema.get("additionalProperties"))
-    stated = {"true": {"type": "string"}, "false": {}}.get(found.groupdict().get("string") or "", {})
-    return typed(text, known if isinstance(known, Mapping) else stated, schema)
+    def _value(self, found: re.Match[str], schema: Mapping[str, Any]) -> Any:
+        text = found["value"]
+        if text.startswith("\n") or not found.group().rstrip().endswith(self.last):  # the tags have lines of their own
+            text = text.removesuffix("\n").removeprefix("\n")
+        known = properties_of(schema).get(found["key"], schema.get("additionalProperties"))
+        stated = {"true": {"type": "string"}, "false": {}}.get(found.groupdict().get("string") or "", {})
+        return typed(text, known if isinstance(known, Mapping) else stated, schema)
 
 
 def _known(name: str, schemas: Schemas) -> str:

@@ -16,12 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
 from truedraft.text.tool_calls import THINK, Format, format_of
-from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around the reasoning of gpt-oss
 LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
@@ -62,8 +60,8 @@ def call_grammar(
     more = ""
     if parallel and name is None and form.between is not None:
         more = f"({grammar.text(form.between)} call)*"
-    before = grammar.reasoning(prompt, *ANALYSIS) if form is HARMONY else ""
-    before = grammar.reasoning(prompt, *THINK) if THINK[1] in template else before
+    around = form.reasoning or (THINK if THINK[1] in template else None)
+    before = grammar.reasoning(prompt, *around) if around else ""
     start = f"start: {before} {grammar.text(form.before)} call {more} {grammar.text(form.after)}"
     return "\n".join(["%llguidance {}", start, f"call: {' | '.join(calls)}", *grammar.rules, ""])
 
