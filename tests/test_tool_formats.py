@@ -13,6 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from tool_families import A_GO, ANALYSIS, FAMILIES, GO, HARMONY, JSON_LOOK, LLAMA_3, LOOK, P_GO, TOOLS, message, pieces
 from truedraft.loading import load_tokenizer
 from truedraft.text.tool_calls import TagParser, markers, parser_for
+from truedraft.text.tool_formats import FORMATS, format_of
+
+
+def test_every_format_has_a_family_here() -> None:
+    found = {id(format_of("{{ tools }}" + template)) for template in (*(t for t, _ in FAMILIES.values()), HARMONY)}
+    assert [form.name for form in FORMATS if id(form) not in found] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
