@@ -335,7 +335,7 @@ def _model_card(server: Server) -> dict[str, Any]:
     return {
         "id": server.model.name, "object": "model", "created": int(server.started), "owned_by": "truedraft",
         "root": server.config.model, "parent": None, "max_model_len": server.model.max_model_len,
-        "drafts": list(server.config.drafts),
+        "drafts": list(server.config.drafts), "chat": server.model.has_chat,
     }  # fmt: skip
 
 

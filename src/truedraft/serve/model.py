@@ -69,6 +69,11 @@ class ServedModel:
         self._remembered: Counter[str] = Counter()
         self._lock = Lock()
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template, of the tokenizer or of the settings, and not the messages' text alone."""
+        return bool(self.tokenizer.chat_template) and self.tokenizer.chat_template != PLAIN_TEMPLATE
+
     def _loaded(self, name: str) -> Drafter:
         if name == "none":
             return drafter_of(None)

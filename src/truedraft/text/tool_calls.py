@@ -105,7 +105,7 @@ def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> froz
             token for token in tokenizer.all_special_tokens if token in written or re.escape(token) in written
         )
     form = format_of(template_of(tokenizer, with_tools))
-    written = " ".join((*THINK, *(form.written() if form else ()), *(CHANNELS if form is HARMONY else ())))
+    written = " ".join((*THINK, *(form.written() if form else ())))
     return frozenset(token for token in tokenizer.all_special_tokens if token in written)
 
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
-from truedraft.text.tool_calls import CHANNELS, REASONING, THINK, Format, format_of
+from truedraft.text.tool_calls import REASONING, THINK, Format, format_of
 from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+FINAL = "<|channel|>final<|message|>"  # in front of the answer of gpt-oss
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around the reasoning of gpt-oss
 LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
@@ -60,8 +60,8 @@ def call_grammar(
         raise Refused(f"tool_choice names {name!r}, which is none of the tools: there are {known or 'none'}")
     grammar = _Grammar(tokenizer, form)
     calls = grammar.calls(offered, parallel and name is None)
-    before = grammar.reasoning(prompt, *ANALYSIS) if form is HARMONY else ""
-    before = grammar.reasoning(prompt, *THINK) if THINK[1] in template else before
+    around = form.reasoning or (THINK if THINK[1] in template else None)
+    before = grammar.reasoning(prompt, *around) if around else ""
     return grammar.whole(f"{before} {calls}")
 
 
@@ -91,15 +91,12 @@ def answer_grammar(
             "tools with a constraint of the answer: the format of this model's tool calls is unknown, so that none "
             "could be made; leave out one of them, or set tool_choice='none'"
         )
-    tags, before = THINK if THINK[1] in template else None, ""
-    if form is HARMONY:
-        tags, before = ANALYSIS, CHANNELS[1] + "final" + CHANNELS[2]
-    elif response is not None:
-        tags = _tags_of(response)
+    own = form.reasoning if form is not None and form.reasoning else THINK if THINK[1] in template else None
+    tags = own if response is None else _tags_of(response)
     if tags is None and not tools:
         return None
     grammar = _Grammar(tokenizer, form, tags or ())
-    body = f"{grammar.text(before)} @body"
+    body = f"{grammar.text(FINAL if form is HARMONY else '')} @body"
     answer = f"({body} | {grammar.calls([tool['function'] for tool in tools], True)})" if tools else body
     return grammar.whole(f"{'' if tags is None else grammar.reasoning(prompt, *tags)} {answer}")
 
@@ -178,7 +175,7 @@ class _Grammar:
 
     def reasoning(self, prompt: str, opening: str, closing: str) -> str:
         """What may come before an answer, or must if the prompt has begun it; nothing if the prompt has ended it."""
-        if prompt.rstrip().endswith(closing):
+        if re.search(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$", prompt):
             return ""
         end = self.text(closing)
         attribute = "[lazy]" if end.startswith('"') else ""  # up to the first closing tag, which the text may contain
