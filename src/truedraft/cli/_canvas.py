@@ -18,6 +18,8 @@ from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
+from truedraft.text.spelling import Spelling
+from truedraft.text.token_text import token_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +103,7 @@ class Colours:
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self._texts = token_text(tokenizer)
         self._passes = 0
         self._fixed: dict[int, int] = {}  # position -> number of the pass that fixed it
 
@@ -109,12 +111,14 @@ class Colours:
         """The canvas behind the prompt, up to the end of its text, after another pass."""
         self._passes += 1
         shown = Text()
+        spelling = Spelling(self._texts, context=row.canvas.tokens[: row.prompt])
         for place in range(row.prompt, row.prompt + row.new):
             if row.canvas.known[place]:
                 if row.canvas.tokens[place] in row.ends:
                     break
                 number = self._fixed.setdefault(place, self._passes)
-                shown.append(self._tokenizer.decode([row.canvas.tokens[place]]), COLOURS[number % len(COLOURS)])
+                spelling.add([row.canvas.tokens[place]])
+                shown.append(spelling.tokens[-1].text, COLOURS[number % len(COLOURS)])
             else:
                 shown.append(UNKNOWN, "dim")
         return shown

@@ -31,6 +31,7 @@ from truedraft.cli._text import console, read
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table, grouped, labelled
 from truedraft.targets.kinds import reads_sources
+from truedraft.text.token_text import token_text
 
 if TYPE_CHECKING:
     from truedraft.audit.laws import Law
@@ -243,7 +244,7 @@ def _ways(found: Audit) -> Table[Compared]:
 
 def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:
     def word(token: int) -> str:
-        return "(ended)" if token < 0 else repr(tokenizer.decode([token]))
+        return "(ended)" if token < 0 else repr(token_text(tokenizer).name(token))
 
     columns: list[Column[Divergence]] = [
         Column("prompt", "", lambda d: f"prompt {d.prompt}"),

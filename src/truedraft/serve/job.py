@@ -17,7 +17,8 @@ State = Literal["waiting", "reading", "running", "finished"]
 class Job:
     """A row: what it asks for, and what it has emitted so far.
 
-    The engine's thread writes, the event loop reads: lists only grow, and `finish_reason` and `error` are set last.
+    The engine's thread writes, the event loop reads: lists only grow, and what a pass added is read once `publish` says
+    so, all of it at once.
 
     Args:
         ids: the prompt.
@@ -31,6 +32,7 @@ class Job:
     Attributes:
         tokens: emitted ids. drafted: for each, whether it is an accepted draft. logprobs: of each, where requested.
         finish_reason: "stop" or "length"; None while it waits or runs, or where it ended with `error`.
+        published: tokens that may be read, and whether they are all.
         cached_tokens: tokens of the prompt whose KV was reused.
         first, last: times of the first and the last emission, by `time.perf_counter`.
     """
@@ -54,6 +56,7 @@ class Job:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.error: ApiError | None = None
+        self.published = (0, False)
         self.admitted = self.first = self.last = 0.0
         self.passes = self.offered = 0
         self.request: EngineRequest | None = None
@@ -84,6 +87,11 @@ class Job:
     def accepted(self) -> int:
         return sum(self.drafted)
 
+    def publish(self) -> None:
+        """Let the event loop read what there is; called in the engine's thread. A reader never sees the last tokens
+        without why they are the last, which may take them out of the text."""
+        self.published = len(self.tokens), self.finish_reason is not None
+
     def notify(self) -> None:
         """Wake the reader; called in the event loop."""
         self.changed.set()
@@ -100,7 +108,7 @@ async def advances(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, int]]:
     while not all(ended):
         changed.clear()
         for i, job in enumerate(jobs):
-            finished, count = job.finished, len(job.tokens)  # in this order: tokens are complete once it is finished
+            count, finished = job.published
             if job.error is not None:
                 raise job.error
             if not ended[i] and (count > sent[i] or finished):
@@ -122,6 +130,6 @@ async def prompts_read(jobs: Sequence[Job]) -> None:
         for job in jobs:
             if job.error is not None:
                 raise job.error
-        if all(job.tokens or job.finished for job in jobs):
+        if all(any(job.published) for job in jobs):
             return
         await changed.wait()

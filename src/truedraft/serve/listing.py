@@ -7,6 +7,7 @@ from typing import Any
 
 from truedraft.logprobs import PromptLogprobs, TokenLogprobs
 from truedraft.serve.job import Job
+from truedraft.serve.stops import CONTEXT
 from truedraft.text.spelling import Spelled, Spelling, spelled
 from truedraft.text.token_text import TokenText, numbered
 
@@ -21,14 +22,15 @@ class Listing:
     Args:
         texts: of the tokenizer.
         left_out: special tokens that texts are shown without.
+        continues: see `Shown`.
     """
 
-    def __init__(self, texts: TokenText, left_out: Collection[int]):
-        self._texts, self._left_out = texts, left_out
+    def __init__(self, texts: TokenText, left_out: Collection[int] = (), continues: bool = False):
+        self._texts, self._left_out, self._continues = texts, left_out, continues
 
     def continued(self, prompt: Sequence[int]) -> Spelling:
         """The text that follows a prompt."""
-        return Spelling(self._texts, self._left_out, prompt)
+        return Spelling(self._texts, self._left_out, prompt[-CONTEXT:], self._continues)
 
     def given(self, tokens: Sequence[int], text: str) -> list[Spelled]:
         """The tokens of a text that a request gave."""
@@ -75,8 +77,9 @@ class Listing:
         return {"token": self._texts.name(token, one.begins), "logprob": max(value, LEAST), "bytes": [*added]}
 
     def _shown(self, one: Spelled) -> str:
-        """The name of a token, or where the text is shown without it, or without a part of it, what is left."""
-        whole = one.bytes == self._texts.at(one.token, one.begins)
+        """The name of a token that adds what it stands for; of any other, such as a special one, what it adds."""
+        whole = one.bytes and one.bytes == self._texts.at(one.token, one.begins)
+        whole = whole and one.token not in self._texts.special
         return self._texts.name(one.token, one.begins) if whole else one.text
 
     def _top(self, one: Spelled, scored: TokenLogprobs) -> Mapping[str, float]:
@@ -99,11 +102,10 @@ class RowTokens:
     Args:
         listing: how they are listed.
         job: the row.
-        prompt: the last tokens of its prompt, which its text continues.
     """
 
-    def __init__(self, listing: Listing, job: Job, prompt: Sequence[int]):
-        self._listing, self._job, self._spelling = listing, job, listing.continued(prompt)
+    def __init__(self, listing: Listing, job: Job):
+        self._listing, self._job, self._spelling = listing, job, listing.continued(job.ids)
         self._listed, self._length = 0, -1
 
     def advance(self, visible: Sequence[int], count: int, length: int, ended: bool, cut: bool) -> range:

@@ -211,6 +211,7 @@ class EngineLoop(threading.Thread):
                 ended.append(job)
             elif job.notified == 0.0 or now - job.notified >= interval:
                 changed.append(job)
+            job.publish()
         for job in changed:
             job.notified = now
         self.observer.passed(len(advanced), emitted, now - start)

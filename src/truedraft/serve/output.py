@@ -11,7 +11,6 @@ from truedraft.serve.listing import RowTokens
 from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
-from truedraft.serve.stops import CONTEXT
 from truedraft.text import tool_calls
 from truedraft.text.tool_calls import ToolParser
 
@@ -44,7 +43,7 @@ class RowOutput:
 
     def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None, lists: bool = False):
         self.model, self.plan, self.job, self._parser = model, plan, job, parser
-        self.listed, self._lists = RowTokens(plan.listing, job, job.ids[-CONTEXT:]), lists
+        self.listed, self._lists = RowTokens(plan.listing, job), lists
         self._text = plan.shown.text(job.ids)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)

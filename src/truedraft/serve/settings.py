@@ -120,7 +120,7 @@ def planned(
             settings |= {"prompt_logprobs": scored} if scored is not None and choice == 0 else {}
             jobs.append(Job(ids, settings, most, namespace, deadline, id, changed))
     texts = token_text(model.tokenizer)
-    listing = Listing(texts, texts.left_out(shown.skip_special_tokens, kept))
+    listing = Listing(texts, texts.left_out(shown.skip_special_tokens, kept), shown.continues)
     return Plan(jobs, n, prompts, shown, seed, predicted, logprobs, body.prompt_logprobs, listing)
 
 

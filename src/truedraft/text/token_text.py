@@ -50,6 +50,7 @@ class TokenText:
         tokenizer: of any kind: byte-level, with byte fallback, of words and pieces, or of characters.
 
     Attributes:
+        tokenizer: as above.
         size: tokens of the tokenizer.
         special: ids of the special tokens, which `skip_special_tokens` leaves out of texts.
         added: the text of each added token, special or not, by its id.
@@ -61,7 +62,7 @@ class TokenText:
         self.special = frozenset(tokenizer.all_special_ids) | {
             id for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = backend is not None and '"ByteLevel"' in _decoder(backend)
@@ -165,7 +166,7 @@ class TokenText:
     @cached_property
     def _encoder(self) -> Any | None:
         """The tokenizer, reading a text as if it went on, and without special tokens; None for one in Python."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
         encoder = copy(backend)
@@ -191,7 +192,7 @@ class TokenText:
         return found
 
     def _read(self, tokens: Sequence[int]) -> list[bytes]:
-        pieces = iter(self._tokenizer.convert_ids_to_tokens([token for token in tokens if token < self.size]))
+        pieces = iter(self.tokenizer.convert_ids_to_tokens([token for token in tokens if token < self.size]))
         found = [self._by_piece(token, next(pieces) if token < self.size else None) for token in tokens]
         unread = [i for i, data in enumerate(found) if data is None]
         for i, text in zip(unread, self._in_context([tokens[i] for i in unread]), strict=True):
@@ -223,10 +224,10 @@ class TokenText:
         return next(([token] for token in self._ordinary if self._decode([token]).isalpha()), [])
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def _decode_all(self, texts: Sequence[list[int]]) -> list[str]:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return [self._decode(tokens) for tokens in texts]
         return list(backend.decode_batch(texts, skip_special_tokens=False))
