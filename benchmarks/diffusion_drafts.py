@@ -1,11 +1,12 @@
 """A diffusion model as the drafter of an autoregressive one: `nano-diffusion` for `nano`, beside heads and lookups.
 
-    python benchmarks/diffusion_drafts.py [--sizes as-is 0.5B] [--rounds 3] [--json FILE]
+    python benchmarks/diffusion_drafts.py [--sizes as-is 0.5B] [--rounds 3] [--json FILE] [--note]
 
 First the mean acceptance length of drafts of equal size, all of them verified: chains of eight tokens, trees of 24.
 Then the speed with sizes by the control of costs, beside no drafts, the default drafter and the embedded head. Beside
 `nano` as it is the drafter is as large as the target, and beside `nano` stretched (`truedraft.bench.stretched`) it has
 the cost that drafters have beside real models. The sides take turns in one process; speeds are medians of ratios.
+`--note` writes the acceptance lengths for the pages of the methods.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.table import Table
 
 import truedraft
 from heads import workloads
+from noted import figure, note
 from truedraft.bench.compare import compare
 from truedraft.bench.sides import truedraft_side
 from truedraft.bench.sizes import size_of
@@ -64,14 +66,29 @@ def shown(console: Console, title: str, figures: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def noted(figures: list[dict[str, Any]], tokens: int, limit: int) -> None:
+    """Write the acceptance lengths of each method for its page; those of its trees are on the same one."""
+    setting = f"nano drafted by nano-diffusion, greedy, drafts in full, {limit} prompts of a kind, {tokens} tokens"
+    made: dict[str, list[Any]] = {"deer": [], "diffuspec": []}
+    for row in figures:
+        name = row["side"].partition(":")[0].removesuffix("-tree")
+        if name in made:
+            what, length = f"{row['workload']}, {row['group']}", round(row["mean_acceptance_length"], 2)
+            command = "python benchmarks/diffusion_drafts.py --sizes"
+            made[name].append(figure(what, length, "tokens per pass", setting, "counts", command))
+    for name, found in made.items():
+        note("drafters", name, found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=[AS_IS, "0.5B"])
+    parser.add_argument("--sizes", nargs="*", default=[AS_IS, "0.5B"], help="none for the counts alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--note", action="store_true")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     console, found = Console(width=140), {}
@@ -79,6 +96,8 @@ def main() -> None:
     figures = measured(small, tokenizer, EQUAL, "fixed", argparse.Namespace(**{**vars(args), "rounds": 1}))
     shown(console, "nano: drafts of equal size", figures)
     found["equal"] = figures
+    if args.note:
+        noted(figures, args.tokens, args.limit)
     for size in args.sizes:
         model = small
         if size != AS_IS:

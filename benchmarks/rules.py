@@ -2,6 +2,7 @@
 
     python benchmarks/rules.py                # nano-draft drafts for nano
     python benchmarks/rules.py --share        # time of the rules alone at a vocabulary of 150 k and 32 nodes
+    python benchmarks/rules.py --note         # tokens per pass at temperature 0.8, for the pages of the methods
 
 Prompts are the embedded stories; drafts are made in full (control fixed), so that lengths compare. "of the optimum":
 how often the token chosen at a node was a drafted one, over the rate of the best rule for the drafts of that node
@@ -11,6 +12,7 @@ how often the token chosen at a node was a drafted one, over the rate of the bes
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from statistics import mean
@@ -22,6 +24,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 import truedraft
+from noted import figure, note
 from truedraft import assets, registry
 from truedraft.accept import optimal_acceptance
 from truedraft.accept._base import ArgmaxRule
@@ -52,6 +55,8 @@ PAIRS = [
 LONG = StoppingCriteriaList([MaxLengthCriteria(1000)])
 SEEDS = 3  # runs of every prompt
 CHAINS = [pair for pair in PAIRS if pair[1] == "draft-model"]
+LOSSY = [(f"lossy/{rule}", "draft-model", "length=6") for rule in ("lenient", "typical")]
+GREEDY = [(rule, "draft-model", "length=6") for rule in ("greedy", "lossy/top-beta")]
 
 
 class CountedDrafter(Delegate):
@@ -113,7 +118,7 @@ def measured(
     for number, prompt in enumerate(SEEDS * assets.prompt("stories.txt").strip().split("\n\n")):
         torch.manual_seed(number)
         inputs: Any = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        fast.generate(**inputs, max_new_tokens=tokens, do_sample=True, top_k=0, **settings)
+        fast.generate(**inputs, max_new_tokens=tokens, **{"do_sample": True, "top_k": 0, **settings})
         report = fast.report()
         emitted, passes = emitted + report.tokens, passes + report.row_passes
         seconds += report.seconds["all"] - report.seconds["measure"]
@@ -140,6 +145,26 @@ def compare_rules(models: tuple[Any, Any, Any], tokens: int, every: int) -> None
             share = "" if pair[0] == "seeded" else f", {m['share']:.0%}"
             cells.append(f"{m['accepted']:.2f}{share}, {m['ms']:.1f}")
         print(f"| `{pair[0]}` | `{pair[1]}:{pair[2]}` | {m['nodes']:.0f} | " + " | ".join(cells) + " |", flush=True)
+
+
+def noted(models: tuple[Any, Any, Any], tokens: int, temperature: float = 0.8) -> None:
+    """Write the tokens per pass of each rule and of each drafter of several continuations for their pages."""
+    made: dict[tuple[str, str], list[Any]] = {}
+    for pair in [*GREEDY, *LOSSY, *PAIRS]:
+        rule, drafter, knobs = pair
+        settings = {"do_sample": False, "top_k": None} if pair in GREEDY else {"temperature": temperature}
+        found = measured(models, pair, settings, tokens, 10**9)
+        how = "greedy" if pair in GREEDY else f"{SEEDS} seeds, temperature {temperature}"
+        setting = f"nano drafted by nano-draft, three stories of {tokens} tokens, {how}"
+        given = round(found["accepted"], 2), "tokens per pass", setting, "counts"
+        command = f"python benchmarks/rules.py --note --tokens {tokens}"
+        kind, name = ("accept.lossy", rule.removeprefix("lossy/")) if rule.startswith("lossy/") else ("accept", rule)
+        made.setdefault((kind, name), []).append(figure(f"drafts of {drafter}:{knobs}", *given, command))
+        if drafter not in ("draft-model", "opt-tree"):
+            made.setdefault(("drafters", drafter), []).append(figure(f"{knobs}, rule {rule}", *given, command))
+        print(rule, drafter, knobs, *given, flush=True)
+        for (kind, name), figures in made.items():
+            note(kind, name, figures)
 
 
 def by_temperature(models: tuple[Any, Any, Any], tokens: int) -> None:
@@ -209,10 +234,14 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=150, help="per prompt")
     parser.add_argument("--every", type=int, default=10, help="nodes per optimum computed where that is expensive")
     parser.add_argument("--share", action="store_true", help="time of the rules, alone")
+    parser.add_argument("--note", action="store_true", help="counts alone, written for the pages of the methods")
     arguments = parser.parse_args()
     if arguments.share:
         share()
     else:
         loaded = (*load("nano"), load("nano-draft")[0])
+        if arguments.note:
+            noted(loaded, arguments.tokens)
+            sys.exit()
         compare_rules(loaded, arguments.tokens, arguments.every)
         by_temperature(loaded, arguments.tokens)

@@ -198,7 +198,7 @@ def sparing(tokens: int) -> list[dict[str, Any]]:
     evaluator = own_stories(model, tokenizer, tokens)
     views: list[Any] = []
     for share in SHARES:
-        found = registry.load("views", f"ffn-skipllm:share={share}").calibrate(evaluator, lambda line: None)
+        found = registry.load("views", f"ffn-skipllm:share={share}").calibrate(evaluator)
         knobs = ",".join(f"{name}={found[name]}" for name in ("layers", "similarity", "share"))
         views.append(registry.load("views", f"ffn-skipllm:{knobs}"))
     views += [view_of(f"skip-layers:layers={layers}") for layers in ("3f", "2-3f")]
@@ -220,7 +220,7 @@ def acceptance(tokens: int) -> list[dict[str, Any]]:
     encoded = prompts(tokenizer, "story")
     evaluator = own_stories(model, tokenizer, tokens)
     d3: Any = registry.load("views", "d3")
-    order = d3.search(evaluator, lambda line: None).split(";")  # that of `sleb`
+    order = d3.calibrate(evaluator)["layers"].split(";")  # that of `sleb`
     found = [";".join(sorted(order[:n])) for n in (1, 2, 3)]
     halves = [f"skip-layers:layers={found[0]}{half}" for half in "af"]
     falling = [f"d3:layers={';'.join(order)},alpha={alpha}" for alpha in (0.95, 0.9)]

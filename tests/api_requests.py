@@ -65,6 +65,7 @@ def random_body(chooser: random.Random, chat: bool = False) -> dict[str, Any]:
         "logit_bias": ({"3002": 5.0, "16": -100.0}, {"2908": 3.5}),
         "stop": STOPS,
         "stop_token_ids": ([16], [2898, 2908]),
+        "bad_words": (["park"], [" the", "and", "lily"], ["a big", "to the", "."]),
         "min_tokens": (1,),
         "ignore_eos": (True,),
         "n": (1, 2, 3),
@@ -97,6 +98,9 @@ def expected(plain: Accelerated, body: dict[str, Any]) -> Expected:
     }  # fmt: skip
     if "logit_bias" in body:
         settings["sequence_bias"] = {(int(token),): bias for token, bias in body["logit_bias"].items()}
+    if "bad_words" in body:
+        ways = [way for word in body["bad_words"] for way in (word.lstrip(), " " + word.lstrip())]
+        settings["bad_words_ids"] = [tokenizer(way, add_special_tokens=False).input_ids for way in ways]
     if body.get("frequency_penalty") or body.get("presence_penalty"):
         penalties = Penalties(body.get("frequency_penalty", 0), body.get("presence_penalty", 0), length)
         settings["logits_processor"] = LogitsProcessorList([penalties])

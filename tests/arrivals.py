@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 import seq2seq_models
-import truedraft
 from models import RECURRENT, TYPES, ragged, tiny
 from nets import EVERY, drafter
 from truedraft import reading
 from truedraft.continuous import ContinuousEngine
 from truedraft.engine_request import EngineRequest
 from truedraft.runtime.forward import SPANS
+from vocabularies import tokenized
 
 ROWS, LONGEST, END = 3, 48, 5
 MOST = 14  # new tokens of a request
@@ -180,7 +180,7 @@ def run_events(
     piece: positions of the pieces in which prompts are read.
     """
     drafts: dict[str, Any] = {name: name if name == "auto" else drafter(name, model(kind)) for name in set(names)}
-    fast = truedraft.accelerate(model(kind), draft=None, runtime=runtime)
+    fast = tokenized(model(kind), draft=None, runtime=runtime)
     requests: list[tuple[EngineRequest, int, int, int | None]] = []
     with pieces_of(piece), fast.engine(max_rows=ROWS, max_tokens=LONGEST, prefix_bytes=prefix_bytes) as engine:
         check_logits(engine)

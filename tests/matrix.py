@@ -22,6 +22,7 @@ import truedraft
 from models import V, ragged
 from nets import PROCESSORS, SEED, drafter, eos_inside, made, model_for, text_net, two_in_three
 from truedraft import registry
+from vocabularies import tokenized
 
 EXACT, LAW = "exact", "law"
 LETTERS = [*string.ascii_letters, *string.digits][:V]
@@ -155,7 +156,7 @@ class Check:
         self.kind = EXACT if guarantee == "tokens" else LAW
         self.model = model_for(self.name, torch.float32)  # passes by compiled code, as users have them
         draft = drafter(self.name, self.model)
-        self.fast = truedraft.accelerate(self.model, draft=draft, rule=self.rule, control="fixed")
+        self.fast = tokenized(self.model, draft=draft, rule=self.rule, control="fixed")
         self.ways = [{"do_sample": False}, SAMPLED]
         if self.rule is not None:
             self.ways = [SAMPLED if self.rule.samples else {"do_sample": False}]

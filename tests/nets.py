@@ -29,7 +29,7 @@ from truedraft.stores.corpus import Corpus
 from truedraft.tree import Row, Scores
 from truedraft.views._base import Experts
 from truedraft.views._neurons import Predictors
-from vocabularies import spelling
+from vocabularies import spelling, tokenized
 
 REVIEWED = ["skip-layers<token-recycling", "window-kv<draft-model"]
 ROUTED = "input-guided+text-routing"
@@ -328,7 +328,7 @@ def text_net(
     """Output and random stream equal those of `model.generate`; processors are created anew for each side."""
     plain = generated(model, inputs, **settings)
     draft = drafter(name, model, plain.text, padding_of(inputs))
-    fast = truedraft.accelerate(model, draft=draft, control=control, runtime=runtime)
+    fast = tokenized(model, draft=draft, control=control, runtime=runtime)
     given = made(settings)
     torch.manual_seed(SEED)
     got = fast.generate(**inputs, **given, **documents(draft, plain.text))
@@ -355,7 +355,7 @@ def node_net(
     kwargs = dict(max_new_tokens=steps, do_sample=False, **kwargs)
     expected = generated(model, inputs, **kwargs).text
     draft = drafter(name, model, expected, padding_of(inputs))
-    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    fast = tokenized(model, draft=draft, control="fixed")
     compared = 0
     current_rows: list[Any] = []  # in the order of their slots
     score = fast.target.score

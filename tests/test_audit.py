@@ -21,7 +21,7 @@ from truedraft.accept import _rounds, _verification
 from truedraft.audit import laws, tokens
 from truedraft.audit.precise import Precise
 from truedraft.audit.tokens import MODES, Audit, audit
-from truedraft.cli import main
+from truedraft.cli import _progress, main
 from truedraft.drafters._growing import GrowingDrafter
 from truedraft.runtime.padded import Padded
 from truedraft.tree import DraftTree
@@ -218,6 +218,90 @@ def test_a_fault_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys:
     prompt = ["--prompt", "Tom ran and ran and ran and ran and", "--draft", "prompt-lookup", "--max-new-tokens", "24"]
     assert main(["audit", "nano", *prompt]) == 1
     assert "NOT exact" in capsys.readouterr().out
+
+
+FEW = ["--max-new-tokens", "3", "--prompt", "one day", "--prompt", "tom ran", "--batch", "2"]
+
+
+@pytest.mark.parametrize(("model", "ways"), [("nano", 2), ("nano-gec", 2), ("nano-diffusion", 2)])
+def test_by_default_the_default_drafter_is_audited(model: str, ways: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", model, *FEW, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["drafters"] == ["plain", "auto"] and found["exact"] and not found["left_out"]
+    assert [one["drafter"] for one in found["compared"]] == ["plain", "auto"]
+    texts = 2 * len(found["modes"])
+    assert [one["texts"] for one in found["compared"]] == [texts] * ways and found["texts"] == ways * texts
+    assert sum(one["tokens"] for one in found["compared"]) == found["tokens"] > 0
+
+
+def test_all_takes_every_drafter_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that need nothing, those with an embedded draft model, and the embedded heads."""
+    assert main(["audit", "nano", "--all", "--max-new-tokens", "2", "--prompt", "tom", "--batch", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    taken = {name.partition(":")[0] for name in found["drafters"]}
+    needs = {name: registry.method("drafters", name).card.needs for name in registry.names("drafters")}
+    assert taken >= {name for name, what in needs.items() if what in ((), ("draft model",), ("diffusion model",))}
+    assert taken >= {"plain", "auto", "eagle3", "medusa"} and not found["left_out"]
+    assert {one["drafter"] for one in found["compared"]} == {*found["drafters"]}
+    assert main(["audit", "nano", "--all", "--draft", "suffix"]) == 2
+    assert "--all takes every drafter, and --draft suffix names one" in capsys.readouterr().err
+
+
+def test_drafters_that_refuse_a_model_are_left_out_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where they were not named; a drafter that was named ends the command."""
+    chosen = ["auto", "draft-model:model=nano-gec", "suffix"]
+    monkeypatch.setattr("truedraft.cli.audit._all", lambda *_: chosen)
+    assert main(["audit", "nano", "--all", *FEW, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["drafters"] == ["plain", "auto", "suffix"] and list(found["left_out"]) == [chosen[1]]
+    assert main(["audit", "nano", "--all", *FEW]) == 0
+    assert f"left out     {chosen[1]}: " in capsys.readouterr().out
+    assert main(["audit", "nano", "--draft", chosen[1], *FEW]) == 2
+    assert found["left_out"][chosen[1]] in capsys.readouterr().err
+
+
+def test_progress_counts_every_run_once() -> None:
+    model, told = tiny("llama", torch.float32), list[tuple[str, float]]()
+    sides = {name: truedraft.accelerate(model, draft=name, control="fixed") for name in ("none", "llma", "suffix")}
+    audit(model, Digits(), sides, PROMPTS, "tiny", 3, (1, 4), MODES, lambda *now: told.append(now))
+    assert [text.rpartition(": ")[2] for text, _ in told[:4]] == ["the model alone", *sides]
+    assert told[0][0].startswith("greedy, prompt 1:") and told[16][0].startswith("greedy, prompts 1 to 4:")
+    shares = [share for _, share in told]
+    assert len(shares) == 3 * 5 * 4 and shares == pytest.approx([i / 60 for i in range(60)])
+
+
+def test_a_bar_has_the_time_left_and_lines_do_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
+
+    def run() -> str:
+        with _progress.progressing("loading") as show:
+            for second, share in ((1, 0.0), (10, 0.25), (20, 0.5), (40, 0.75), (45, 0.9), (60, 1.0)):
+                now[0] = 100.0 + second
+                show(f"step {second}", share)
+        now[0] = 100.0
+        return "".join(char for char in capsys.readouterr().err if char.isprintable() or char == "\n")
+
+    lines = run().splitlines()
+    assert lines == ["50% done, 0:20 left: step 20", "75% done, 0:13 left: step 40", "100% done, 0:00 left: step 60"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "100%" in (shown := run()) and "0:00 left" in shown and "step 60" in shown
+    assert [_progress.clock(s) for s in (0, 59.6, 3725)] == ["0:00", "1:00", "1:02:05"]
+
+
+def test_a_terminal_sees_the_bar_and_only_results_are_piped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["audit", "nano", "--draft", "llma", *FEW, "--json"]) == 0
+    emitted = capsys.readouterr()
+    assert json.loads(emitted.out)["exact"] and "%" in emitted.err and " left" in emitted.err
 
 
 def test_the_page_lists_every_fault() -> None:

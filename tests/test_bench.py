@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,20 @@ from scipy.stats import binom
 import truedraft
 from models import tiny
 from truedraft import Refused
+from truedraft.bench import columns, page
 from truedraft.bench import compare as comparing
-from truedraft.bench.compare import compare, interval
+from truedraft.bench.compare import Figures, compare, interval
+from truedraft.bench.equality import equalities
 from truedraft.bench.oracle import Oracle, theory
-from truedraft.bench.roofline import Gauge, Machine, measure_passes, roofline
+from truedraft.bench.roofline import Gauge, Machine, RooflinePoint, measure_passes, roofline
 from truedraft.bench.sides import Clock, Side, transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload, embedded, from_file
 from truedraft.canvas._base import CanvasRow, Draft, Policy
 from truedraft.canvas.speculators.freedave import Freedave
 from truedraft.cli import main
 from truedraft.cli._models import load
+from truedraft.runtime import native
+from truedraft.runtime.native import Form
 from truedraft.targets.decoder import DecoderTarget
 
 STORY = Workload("story", (Item("one day, a little girl"), Item("tom and his mom")), 12)
@@ -225,15 +230,15 @@ def test_command_compares_sides(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["--dtype", "int3"], "--dtype int3"),
         (["--quantize", "int3"], "--quantize int3: choose one of int8, int4"),
-        (["--roofline", "--prompts", "a.txt"], "--prompts has no meaning beside --roofline"),
-        (["--oracle", "--batch", "1"], "--batch has no meaning beside --oracle"),
-        (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning beside --oracle and --roofline"),
+        (["--roofline", "--prompts", "a.txt"], "--prompts has no meaning together with --roofline"),
+        (["--oracle", "--batch", "1"], "--batch has no meaning together with --oracle"),
+        (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning together with --oracle and --roofline"),
         (["--roofline", "--oracle", "--no-baselines"], "--baselines has no meaning"),
         (["--lossy", "int8-self"], "choose it with view='lossy/int8-self'"),
         (["--lossy", "lossy/int8"], "there is no view 'int8': did you mean 'int8-kv' or 'int8-self'"),
         (["--lossy", "lossy/early-exit", "--max-new-tokens", "1"], "two or more new tokens"),
         (["--lossy", "lossy/early-exit", "--oracle"], "--lossy and --oracle measure different things"),
-        (["--lossy", "lossy/early-exit", "--ties", "recheck"], "--ties has no meaning beside --lossy"),
+        (["--lossy", "lossy/early-exit", "--ties", "recheck"], "--ties has no meaning together with --lossy"),
         (
             ["--lossy", "lossy/early-exit", "--draft", "int8-self"],
             "drafts for the whole model, and this one generates under lossy/early-exit",
@@ -278,3 +283,125 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
 def test_what_has_no_meaning_for_a_diffusion_model(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nano-diffusion", *flag]) == 2
     assert f"{flag[0]} has no meaning for a diffusion model" in capsys.readouterr().err
+
+
+def coarse_ways() -> list[Side]:
+    """Ways of a bf16 model: its own, and the engine's without drafts and with them."""
+    model, tokenizer = load("nano", "bfloat16")
+    return [
+        transformers_side("plain", model),
+        truedraft_side("no drafts", truedraft.accelerate(model, tokenizer, draft=None)),
+        truedraft_side("lookup", truedraft.accelerate(model, tokenizer, draft="prompt-lookup")),
+    ]
+
+
+def test_both_equalities_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16 some texts differ from the model's by ties, drafted or not: text, JSON and page say both alike."""
+    story = Workload("story", embedded()[0].items[:4], 60)
+    model, tokenizer = load("nano", "bfloat16")
+    sides = coarse_ways()
+    found = compare(sides, story, tokenizer, model.device, rounds=1)
+    inputs = [tokenizer(item.text, return_tensors="pt", return_token_type_ids=False) for item in story.items]
+    settings: Any = dict(max_new_tokens=60, do_sample=False)
+    plain, ours = ([m.generate(**x, **settings) for x in inputs] for m in (model, sides[2].fast))
+    apart = sum(not torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert apart, "the texts of this test have near-ties"
+    for f in found[1:]:
+        assert f.as_undrafted is True and not f.as_model and f.differs is None and f.speed_up is not None
+        assert f.apart == {"tie": apart} and f.texts == 4
+    assert found[0].as_undrafted is None and found[0].as_model and found[0].apart == {}
+    prompts, html = tmp_path / "stories.jsonl", tmp_path / "page.html"
+    prompts.write_text("".join(json.dumps({"prompt": item.text}) + "\n" for item in story.items))
+    args = ["bench", "nano", "--dtype", "bfloat16", "--prompts", str(prompts), "--rounds", "1", "--draft", "llma"]
+    args += ["--max-new-tokens", "60", "--no-baselines", "--html", str(html)]
+    assert main([*args, "--json"]) == 0
+    (of,) = [f for f in json.loads(capsys.readouterr().out)["figures"] if f["side"] == "llma"]
+    assert of["as_undrafted"] is True and of["differs"] is None
+    assert of["as_model"] is False and of["apart"] == {"tie": apart}
+    written = html.read_text()
+    assert 'class="bad"' not in written and ">identical<" not in written and "as no drafts" in written
+    assert f"{apart} of 4 not" in written
+    assert f"{apart} of 4 texts differ from those of the model alone: {apart} at near-ties" in written
+    assert main(args[:-2]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{apart} of 4 not" in shown and f"{apart} of 4 texts differ from those of the model alone" in shown
+
+
+@pytest.mark.parametrize(
+    ("texts", "differs", "as_model", "as_undrafted", "apart"),
+    [
+        ([[1, 2], [3, 4]], False, True, True, {}),
+        ([[1, 2], [3, 5]], True, False, False, {"unclassified": 1}),
+        ([[1], [3, 5]], True, False, False, {"unclassified": 2}),
+    ],
+)
+def test_in_fp32_the_reference_is_the_model_alone(
+    texts: list[list[int]], differs: bool, as_model: bool, as_undrafted: bool, apart: dict[str, int]
+) -> None:
+    model = tiny("llama", torch.float32)
+    undrafted = truedraft_side("no drafts", truedraft.accelerate(model, draft=None))
+    sides = [transformers_side("plain", model), undrafted, truedraft_side("x", truedraft.accelerate(model))]
+    right = [torch.tensor([ids]) for ids in ([1, 2], [3, 4])]
+    calls: Any = [((), {}, 0), ((), {}, 1)]
+    found = equalities(sides, [right, right, [torch.tensor([t]) for t in texts]], calls, {"do_sample": False}, print)
+    assert [e.differs for e in found[:2]] == [None, None] and found[1].as_undrafted and not found[1].apart
+    assert (found[2].differs is not None, not found[2].apart, found[2].as_undrafted) == (
+        differs,
+        as_model,
+        as_undrafted,
+    )
+    assert found[2].apart == apart and found[2].texts == 2
+
+
+def test_an_engine_that_drafts_change_is_a_fault_in_red() -> None:
+    figures = replace(FIGURES, differs="prompt 0, new token 1: 3 instead of 4", as_undrafted=False, as_model=False)
+    figures = replace(figures, apart={"tie": 2, "bug": 1}, texts=4)
+    table = columns.speed([figures], 1)
+    cells = {column.head: column.cell(figures) for column in table.columns}
+    assert cells["as no drafts"] == "NO" and cells["as the model"] == "3 of 4 not" and cells["speed-up"] == ""
+    assert 'class="bad">w, batch 1, greedy, x: prompt 0, new token 1' in page.measured("t", {}, [figures], 1)
+    tied = replace(figures, differs=None, apart={"tie": 2}, as_undrafted=True)
+    assert 'class="bad"' not in page.measured("t", {}, [tied], 1)
+
+
+FIGURES = Figures("w", "x", 1, 0.0, None, 8, 9.0, None, None, None, 4, 2.0)
+
+
+@pytest.mark.skipif(not native.library(), reason="no compiled code here")
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_limits_are_measured_for_the_precision_of_the_passes(
+    dtype: torch.dtype, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms: list[int] = []
+
+    multiply = native.library().truedraft_multiply  # type: ignore[union-attr]
+
+    def noted(form: int, steps: int, threads: int) -> int:
+        forms.append(form)
+        return multiply(form, steps, threads)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(native.library(), "truedraft_multiply", noted)
+    gauge = Gauge(dtype=dtype)
+    gauge.sample()
+    assert {*forms} == {Form.BF16 if dtype == torch.bfloat16 else Form.FLOAT}
+    assert gauge.machine().precision == precision
+    title = columns.roofline([RooflinePoint(1, 1.0, 2.0, "reading")], gauge.machine()).title
+    assert f"{precision} GFLOP/s" in title
+
+
+@pytest.mark.parametrize("weights", [["--dtype", "float32"], ["--dtype", "bfloat16"], ["--quantize", "int8"]])
+def test_a_roofline_is_not_exceeded(weights: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model that fits into the caches, too."""
+    assert main(["bench", "nano", "--roofline", "--json", *weights]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limits"]["precision"] == ("bf16" if "bfloat16" in weights else "fp32")
+    assert all(0 < row["attained"] <= 1.15 for row in found["roofline"]), found
+    rate = found["limits"]["rate"]
+    operations = [row["floor"] * rate / row["width"] for row in found["roofline"] if row["bound"] == "multiplying"]
+    assert max(operations, default=0) <= 1.001 * min(operations, default=0)
+
+
+def test_limits_are_the_highest_samples() -> None:
+    gauge = Gauge(working_set=1 << 20)
+    gauge._reading, gauge._multiplying = [3.0, 9.0, 4.0], [5.0, 2.0]
+    assert gauge.machine() == Machine(9.0, 5.0)

@@ -22,6 +22,7 @@ from truedraft.canvas.noise import CanvasNoise
 from truedraft.canvas.subset import AcceleratedSubset, SubsetTarget, ranks_of
 from truedraft.canvas.subsets.assd import Assd
 from truedraft.errors import Refused
+from vocabularies import tokenized
 
 MASK, END = 6, 3
 DRAFTERS = [*registry.names("canvas.subsets"), *registry.presets("canvas.subsets")]
@@ -98,7 +99,7 @@ def prompt_of(draw: random.Random, vocabulary: int = 17) -> list[int]:
 @pytest.mark.parametrize("spec", [spec for drafter in DRAFTERS for spec in sizes_of(drafter)])
 def test_the_text_is_that_of_one_position_per_call(model: Any, spec: str) -> None:
     draw, calls = random.Random(spec), list[int]()
-    fast: Any = truedraft.accelerate(model, draft=spec)
+    fast: Any = tokenized(model, draft=spec)
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     for seed in range(12):
         prompt, new = prompt_of(draw), draw.randint(0, 8)
@@ -247,6 +248,8 @@ from dataclasses import dataclass
 
 from truedraft.canvas.subsets._base import SubsetDrafter
 from truedraft.card import Card, knob
+from vocabularies import tokenized
+from vocabularies import tokenized
 
 
 @dataclass

@@ -21,6 +21,7 @@ from truedraft.canvas.layout import Layout
 from truedraft.canvas.policies.lossy._editing import Editing
 from truedraft.canvas.policies.lossy._filter import Filter
 from truedraft.errors import Refused
+from vocabularies import tokenized
 
 LAYOUTS = [Layout(MASK, "whole", 8), Layout(MASK, "whole", 5, True)]
 NAMES = [*registry.names("canvas.views"), *registry.presets("canvas.views")]
@@ -324,9 +325,7 @@ def test_what_is_renewed_in_every_pass_or_read_whole_is_the_text_of_the_referenc
 def test_rows_of_a_batch_have_the_text_that_they_have_alone(model: Any, name: str) -> None:
     for layout, runtime in zip(LAYOUTS, ("auto", "stock"), strict=True):
         prompts, ids, mask = ragged(random.Random(3), (3, 11, 7))
-        fast: Any = truedraft.accelerate(
-            model, layout=layout, view=f"lossy/{name}", rule=rule_of(name), runtime=runtime
-        )
+        fast: Any = tokenized(model, layout=layout, view=f"lossy/{name}", rule=rule_of(name), runtime=runtime)
         together = texts_of(fast.generate(ids, attention_mask=mask, max_new_tokens=13), ids.shape[1])
         alone = [texts_of(fast.generate(torch.tensor([p]), max_new_tokens=13), len(p))[0] for p in prompts]
         assert together == alone
@@ -363,7 +362,7 @@ def test_views_serve_every_policy(model: Any, name: str) -> None:
             with pytest.raises(Refused, match="goes over all of it again"):
                 truedraft.accelerate(model, layout=LAYOUTS[1], view=f"lossy/{name}", rule=rule)
             continue
-        fast: Any = truedraft.accelerate(model, layout=LAYOUTS[1], view=f"lossy/{name}", rule=rule)
+        fast: Any = tokenized(model, layout=LAYOUTS[1], view=f"lossy/{name}", rule=rule)
         output = fast.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=9, suppress_tokens=[MASK, END])
         report = fast.report()
         assert output.shape == (1, 12) and MASK not in output
@@ -374,7 +373,7 @@ def test_views_serve_every_policy(model: Any, name: str) -> None:
     ("arguments", "message"),
     [
         ({"view": "dual-cache"}, "choose it with view='lossy/dual-cache'"),
-        ({"view": "lossy/dual"}, "there is no canvas view 'dual': did you mean 'dual-cache'"),
+        ({"view": "lossy/dual"}, "there is no view of diffusion models 'dual': did you mean 'dual-cache'"),
         ({"view": "lossy/dual-cache:refresh=-1"}, "dual-cache:refresh=-1: give a whole number, 0 to"),
         ({"view": 3}, "give lossy/ and the name of a view of diffusion models"),
         ({"view": "lossy/dual-cache", "draft": "freedave"}, "which lossy/dual-cache replaces"),

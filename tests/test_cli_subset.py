@@ -121,15 +121,18 @@ def test_masks_are_not_streamed_on_a_terminal(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--stream"], "--stream shows text behind a prompt, and masks are within it: drop --stream"),
+        (["--stream"], "--stream shows text after a prompt, and masks are within it: drop --stream"),
         (["--max-new-tokens", "-1"], "--max-new-tokens -1 must be at least 0"),
         (["--rule", "greedy"], "--rule greedy is not for any-subset models: leave it out"),
         (["--view", "lossy/dual-cache"], "--view lossy/dual-cache is not for any-subset models: leave it out"),
-        (["--draft", "suffix"], "there is no drafter of any-subset models 'suffix': there are assd"),
+        (
+            ["--draft", "suffix"],
+            "there is no drafter of any-subset models 'suffix': it is a drafter of models that write",
+        ),
         (["--draft", "assd:k=0"], "assd:k=0: give a whole number, 1 to 64"),
         (["--block-length", "4"], "--block-length is for diffusion models: leave it out"),
-        (["--stop", "cat"], "stop_strings=['cat'] is not supported for any-subset models: leave it out"),
-        (["--ties", "recheck"], "ties='recheck' is for autoregressive models: leave it out"),
+        (["--stop", "cat"], "--stop ['cat'] is not supported for any-subset models: leave it out"),
+        (["--ties", "recheck"], "--ties recheck is for autoregressive models: leave it out"),
         (["--dtype", "bfloat16"], "load it in float32 (--dtype float32)"),
     ],
 )

@@ -25,6 +25,7 @@ from truedraft.serve.stops import OutputText
 from truedraft.text.pieces import Pieces
 from truedraft.text.token_text import token_text
 from truedraft.tree import Row
+from vocabularies import tokenized
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -147,7 +148,7 @@ STEPS, PROMPT = 90, [1, 14, 22, 9, 30, 14, 22, 9]
 def texts(draft: str, definition: Any, seeds: list[int | None], kind: Kind = "json_schema") -> list[list[int]]:
     """One for each seed, None for greedy, in one engine."""
     found = drafter(draft, model()) if ">" not in draft else truedraft.accelerate(model(), draft=draft).drafter
-    with truedraft.accelerate(model(), draft=found, control="fixed").engine(max_rows=4, max_tokens=128) as engine:
+    with tokenized(model(), draft=found, control="fixed").engine(max_rows=4, max_tokens=128) as engine:
         requests = [
             engine.add_request(
                 torch.tensor(PROMPT), max_new_tokens=STEPS, do_sample=seed is not None, top_k=0, seed=seed,
@@ -210,7 +211,7 @@ def test_every_drafter_keeps_the_constrained_text_of_generate(name: str) -> None
     plain = generated(model(), inputs, **settings, **made)
     draft = drafter(name, model(), plain.text, [0, 0, 0])
     references = {"references": [[row] for row in plain.text]} if draft is not None and draft.takes_references else {}
-    fast = truedraft.accelerate(model(), draft=draft, control="fixed")
+    fast = tokenized(model(), draft=draft, control="fixed")
     torch.manual_seed(5)
     text = fast.generate(**inputs, **settings, **references, logits_processor=made["logits_processor"]())
     assert torch.equal(text, plain.text)
@@ -352,7 +353,7 @@ def test_a_grammar_that_reaches_a_limit_ends_its_request_alone(draft: str) -> No
     """A drafter that its neighbours share processes its drafts, and does not fail."""
     wide = {"anyOf": [{"type": "object", "properties": {f"a{i}": {"type": "null"}}} for i in range(900)]}
     found = drafter(draft, model()) if ">" not in draft else truedraft.accelerate(model(), draft=draft).drafter
-    with truedraft.accelerate(model(), draft=found, control="fixed").engine(max_rows=2, max_tokens=64) as engine:
+    with tokenized(model(), draft=found, control="fixed").engine(max_rows=2, max_tokens=64) as engine:
         given = [processor("json_schema", wide, 8), processor("json_schema", SCHEMAS["object"], 8)]
         failed, other = (
             engine.add_request(
@@ -381,7 +382,9 @@ def test_a_limit_that_drafts_contributed_to_is_tried_anew(monkeypatch: pytest.Mo
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     few, compiled = Constraints(tokenizer(), V, [END], kept=2), []
     matcher = few._matcher
-    monkeypatch.setattr(few, "_matcher", lambda kind, text: compiled.append(text) or matcher(kind, text))
+    monkeypatch.setattr(
+        few, "_matcher", lambda kind, text, around: compiled.append(text) or matcher(kind, text, around)
+    )
     for text in ("a", "b", "a", "c", "a", "b"):
         few.processor("regex", text, 0)
     assert compiled == ["a", "b", "c", "b"]

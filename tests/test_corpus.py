@@ -179,7 +179,7 @@ def test_incomplete_or_foreign_file_is_refused(file: Path, tmp_path: Path, monke
             Corpus.open(file)
     file.write_text("these are not the tokens that you are looking for")
     assert main(["corpus", "info", str(file)]) == 2
-    assert "is damaged, or none" in capsys.readouterr().err
+    assert "is damaged, or no corpus" in capsys.readouterr().err
     save_file({"token": np.zeros(3, np.int32)}, str(file), {"format": "pt"})
     with pytest.raises(Refused, match="is no corpus"):
         Corpus.open(file)
@@ -229,7 +229,7 @@ def test_open_corpus_is_refused_when_truncated_and_kept_when_replaced(file: Path
     """In another process, which a read beyond the end of the file would kill."""
     command = [sys.executable, "-c", CUT, str(file), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    changed = f"corpus '{file}' was changed while it was in use: open it anew, and replace such files whole"
+    changed = f"corpus '{file}' was changed while it was in use: open it again, and replace such files whole"
     assert done.stdout.splitlines() == [changed] * 3 + ["the same"] * 2, done
 
 
@@ -370,7 +370,7 @@ def test_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     build_corpus([tmp_path / "a.txt"], ours, path)
     for name in ("rest", "sam", "aded", "codeswift", "sam?aded"):
         draft = f"{name}:corpus={path}"
-        with pytest.raises(Refused, match=r"'spelling'.*build it anew with the model's own"):
+        with pytest.raises(Refused, match=r"'spelling'.*build it again with the model's own"):
             truedraft.accelerate(tiny(), theirs, draft=draft)
         truedraft.accelerate(tiny(), ours, draft=draft)
         truedraft.accelerate(tiny(), draft=draft)

@@ -259,7 +259,7 @@ def test_a_trained_checkpoint_drafts(trained: Path, capsys: pytest.CaptureFixtur
         assert main(["generate", "nano-draft", "once", "--max-new-tokens", "9", "--draft", spec]) == 0
     lossy = registry.lossy_view(f"lossy/deja-vu:{trained},kept=0.9")
     assert lossy.reduction(1).neurons.kept == 0.9
-    with pytest.raises(Refused, match=r"deja-vu was trained on another model \(.*\): train it again"):
+    with pytest.raises(Refused, match=r"deja-vu was trained for another model \(.*\): train it again"):
         truedraft.accelerate(deep("llama", torch.float32), draft=f"deja-vu:{trained}")
 
 

@@ -16,6 +16,7 @@ from models import V, ragged, sibling, tiny
 from truedraft import Drafter, parts, registry
 from truedraft.drafters.models import _reader, _vocabularies
 from truedraft.drafters.models._reader import Reader
+from vocabularies import tokenized
 
 WITH_DRAFT_MODEL = [n for n in registry.names("drafters") if "draft model" in registry.method("drafters", n).card.needs]
 
@@ -129,7 +130,7 @@ def test_padding_of_a_draft_models_vocabulary_is_never_drafted(name: str, monkey
         rows = small.get_output_embeddings().weight
         rows[V:] = 10 * torch.stack([rows[5], -rows[5], rows[9]])
         beyond = small(**inputs).logits[:, -1].argmax(-1) >= V
-    fast = truedraft.accelerate(model, draft=registry.load("drafters", name, model=small), control="fixed")
+    fast = tokenized(model, draft=registry.load("drafters", name, model=small), control="fixed")
     out = fast.generate(**inputs, max_new_tokens=20, do_sample=False)
     assert beyond.any() and torch.equal(out, model.generate(**inputs, max_new_tokens=20, do_sample=False))
     assert fast.report().mean_acceptance_length > 1.2
@@ -144,7 +145,7 @@ def readers_of(draft: Drafter) -> list[Reader]:
 @pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
 def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
     model = tiny()
-    fast = truedraft.accelerate(model, draft=nets.drafter(name, model), control="fixed")
+    fast = tokenized(model, draft=nets.drafter(name, model), control="fixed")
     fast.generate(**ragged(model, 3), max_new_tokens=9)
     readers = readers_of(fast.drafter)
     assert readers and all(reader.target.cache is None and not reader.slot_rows for reader in readers)
@@ -153,7 +154,7 @@ def test_the_cache_of_a_draft_model_is_released(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
 def test_a_call_without_drafts_does_not_touch_the_draft_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    fast = truedraft.accelerate(model, draft=nets.drafter(name, model), control="fixed")
+    fast = tokenized(model, draft=nets.drafter(name, model), control="fixed")
     propose, touched = fast.drafter.propose, list[str]()
     monkeypatch.setattr(fast.drafter, "propose", lambda rows, budget: propose(rows, [0] * len(rows)))
     for reader in readers_of(fast.drafter):

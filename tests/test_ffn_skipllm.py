@@ -340,7 +340,7 @@ def test_similarities_are_those_that_hooks_see(runtime: str) -> None:
     texts = [TEXT, TEXT[5:11]]
     evaluator = TextEvaluator(model, texts)
     evaluator.target = target_of(model, runtime)
-    found = evaluator.similarities()
+    found = torch.stack(list(evaluator.similarities()))
     seen: dict[int, list[Tensor]] = {}
     plain = copy.deepcopy(model)
     for i, layer in enumerate(plain.model.layers):
@@ -358,6 +358,10 @@ class Given:
 
     def __init__(self, similar: Tensor):
         self.similar = similar
+
+    @property
+    def layers(self) -> int:
+        return len(self.similar)
 
     def similarities(self) -> Tensor:
         return self.similar
@@ -408,8 +412,10 @@ def test_the_command_calibrates_what_drafts(tmp_path: Path, capsys: pytest.Captu
     assert main(["generate", "nano", "once", "--max-new-tokens", "4", "--draft", f"ffn-skipllm:file={out}"]) == 0
     record = json.loads(out.read_text())
     out.write_text(json.dumps({**record, "fingerprint": "another"}))
+    assert main(["generate", "nano", "once", "--max-new-tokens", "4", "--draft", f"ffn-skipllm:file={out}"]) == 0
+    out.write_text(json.dumps({**record, "fingerprint": "another", "sizes": [1, 2, 3]}))
     assert main(["generate", "nano", "once", "--draft", f"ffn-skipllm:file={out}"]) == 2
-    assert "was calibrated on another model" in capsys.readouterr().err
+    assert "was calibrated for another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

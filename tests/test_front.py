@@ -78,6 +78,7 @@ def ask(
     key: str = "",
     leave: bool = False,
     slow: bool = False,
+    method: str = "GET",
 ) -> Answer:
     """Status, headers and body of the answer, and whether it was ended.
 
@@ -87,7 +88,7 @@ def ask(
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {
         "type": "http",
-        "method": "GET" if body is None else "POST",
+        "method": method if body is None else "POST",
         "path": path,
         "headers": headers,
         "x": object(),
@@ -219,6 +220,23 @@ def test_bodies_are_bounded_before_a_replica_sees_them() -> None:
     replicas = Scripted()
     status, _, body, _ = ask(front(replicas, max_body_bytes=1024), b" " * 1025)
     assert status == 413 and json.loads(body)["error"]["code"] == "body_too_large" and not replicas.calls
+
+
+def test_a_byte_order_mark_does_not_hide_a_request() -> None:
+    found = set()
+    for raw in (json.dumps(BODY).encode(), b"\xef\xbb\xbf" + json.dumps(BODY).encode()):
+        replicas = Scripted(begin(b"text/plain"), part(b"", False))
+        ask(front(replicas), raw)
+        found.add(replicas.calls[0][1])
+    assert found == {key_of(BODY)} != {key_of({})}
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/ping", "/metrics"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_front_answers_for_itself(path: str, method: str) -> None:
+    replicas = Scripted()
+    replicas.count = 2
+    assert ask(front(replicas), path=path, method=method)[0] == 200 and not replicas.calls
 
 
 def test_health_follows_the_replicas() -> None:

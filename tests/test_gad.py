@@ -289,6 +289,7 @@ def test_invalid_targets_and_checkpoints_are_refused(toy: Any, checkpoint: Path,
     other = CONFIG_MAPPING["pegasus"](**{**model.config.to_dict(), "pad_token_id": 0})
     torch.manual_seed(4)
     with pytest.raises(Refused, match="was trained for another model"):
+        other.decoder_layers = other.num_hidden_layers = other.encoder_layers = 3
         unrelated = AutoModelForSeq2SeqLM.from_config(other).eval()
         truedraft.accelerate(unrelated, draft=f"gad:model={checkpoint}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import truedraft
-from models import sibling, tiny
+from models import tiny
 from test_heads import learner_of
 from test_views import COMPILED
 from truedraft import Refused, registry
+from truedraft.caches.rows import RowCache
 from truedraft.drafters._learned import Batch, save_learnt
-from truedraft.drafters.heads._crossing import CrossingReader
+from truedraft.drafters.heads._crossing import CompiledCrossingPass, CrossingPass, CrossingReader
 from truedraft.drafters.heads.glide import GlideHead, Training
+from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.rotations import _constant, cached_keys
 from truedraft.runtime.selecting import SeenQueries
 from truedraft.runtime.tapping import blocks_of
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.hostable import layer_types
 
 # by the rotary embeddings of the architectures: whole heads, by kind of layer, none, and by neighbours
@@ -110,7 +115,7 @@ def check_drafts(architecture: str, runtime: str, spec: str = "glide", blocks: i
         patch.setattr(CrossingReader, "expand", checked)
         start = CrossingReader.start
         patch.setattr(CrossingReader, "start", lambda self, rows, more: start(self, rows[::-1], more))
-        draft = registry.load("drafters", "glide", model=head, **(knobs if spec == "glide" else {}))
+        draft = registry.load("drafters", "glide", model=head, quantize="none", **(knobs if spec == "glide" else {}))
         draft = draft if spec == "glide" else registry.load("drafters", spec, source=draft, **knobs)
         fast = truedraft.accelerate(model, draft=draft, control="fixed", runtime=runtime)
         ids = torch.randint(1, 61, (3, 24), generator=torch.Generator().manual_seed(2))
@@ -137,6 +142,122 @@ def test_drafts_of_several_layers_in_trees() -> None:
 @pytest.mark.parametrize("spec", ["cape", "opt-tree"])
 def test_other_shapes_grow_from_it(spec: str) -> None:
     check_drafts("llama", "auto", spec)
+
+
+class Passes:
+    """Every pass of a head compiled, in torch, and in torch in fp64, each over its own cache.
+
+    errors: of the laws of all nodes, (nodes,) the largest difference from fp64, compiled and in torch. gaps: between
+    the two likeliest tokens in fp64. alike: whether the likeliest token of the compiled pass is that of fp64.
+    """
+
+    name = "three"
+
+    def __init__(self, head: GlideHead):
+        exact = deepcopy(head).double()
+        self.sides = CompiledCrossingPass(head), CrossingPass(head), CrossingPass(exact)
+        self.errors: tuple[list[Tensor], list[Tensor]] = [], []
+        self.gaps, self.alike = list[Tensor](), list[Tensor]()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("target", "slot_rows"):
+            for side in self.sides:
+                setattr(side, name, value)
+
+    def attach(self, cache: RowCache | None) -> None:
+        compiled, *others = self.sides
+        compiled.attach(cache)
+        for side in others:
+            if cache is not None:
+                side.attach(self.followed(cache, next(side.head.parameters()).dtype))
+
+    @staticmethod
+    def followed(cache: RowCache, dtype: torch.dtype) -> RowCache:
+        """A copy of a cache in a dtype, whose rows move as those of the first do."""
+        copied, release = RowCache(len(cache.layers), cache.cursor.slots, cache.cursor.capacity), cache.release
+        for layer, kept in zip(copied.layers, cache.layers, strict=True):
+            layer.lazy_initialization(kept.keys.to(dtype), kept.values.to(dtype))
+            layer.keys.copy_(kept.keys)
+            layer.values.copy_(kept.values)
+
+        def both(slot: int) -> None:
+            copied.lengths[:] = cache.lengths
+            copied.release(slot)
+            release(slot)
+
+        cache.release = both  # type: ignore[method-assign]
+        return copied
+
+    def read(self, nodes: Nodes, embeds: Tensor, features: Tensor) -> None:
+        for side in self.sides:
+            side.read(nodes, embeds, features)
+
+    def run(self, nodes: Nodes, embeds: Tensor, features: Tensor, gather: Sequence[int]) -> tuple[Tensor, Tensor]:
+        states, logits = self.sides[0].run(nodes, embeds, features, gather)
+        others = [side.run(nodes, embeds, features, gather)[1] for side in self.sides[1:]]
+        compiled, plain, exact = (found.double().softmax(-1) for found in (logits, *others))
+        for errors, found in zip(self.errors, (compiled, plain), strict=True):
+            errors.append((found - exact).abs().amax(-1))
+        best = exact.topk(2).values
+        self.gaps.append(best[:, 0] - best[:, 1])
+        self.alike.append(compiled.argmax(-1) == exact.argmax(-1))
+        return states, logits
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_compiled_pass_computes_what_torch_does(architecture: str, learnt: bool, dtype: torch.dtype) -> None:
+    """Of random and of trained weights, in trees of rows of which one has a single token: as near to fp64 as torch is,
+    with the same likeliest tokens where two are not nearer to each other than the rounding of either."""
+    model: Any = tiny(architecture, dtype, layers=3)
+    head = trained(model, blocks=2)
+    if learnt:
+        torch.manual_seed(0)
+        learner = Training(blocks=2)
+        learner.begin(model.float())
+        _, batch = responses(model, 26)
+        fitted(learner, batch, 25, lambda: learner.loss(batch))
+        model, head = model.to(dtype), learner.module.to(dtype).eval()
+    head.runner = passes = Passes(head)
+    draft = registry.load("drafters", "glide", model=head, nodes=7, top_k=3, depth=4)
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    ids = torch.randint(1, 61, (3, 40), generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[1] * 40, [0] * 39 + [1], [0] * 9 + [1] * 31])
+    given: dict[str, Any] = dict(max_new_tokens=9, do_sample=False, eos_token_id=20, pad_token_id=0)
+    fast.generate(ids, attention_mask=mask, **given)
+    compiled, plain, gaps, alike = (torch.cat(found) for found in (*passes.errors, passes.gaps, passes.alike))
+    assert len(compiled) > 60
+    assert compiled.mean() < 2 * plain.mean() + 1e-7
+    assert compiled.max() < 3 * plain.max() + 1e-6
+    assert compiled.max() < (1e-4 if dtype == torch.float32 else 0.1)
+    clear = gaps > 2 * torch.maximum(compiled, plain)
+    assert clear.double().mean() > 0.3
+    assert alike[clear].all()
+
+
+@COMPILED
+def test_heads_without_a_compiled_pass_run_in_torch() -> None:
+    """Of a target whose heads have a size that vectors do not hold; the text is its own."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes)).eval()
+    draft = registry.load("drafters", "glide", model=trained(model))
+    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    assert type(fast.drafter.reader.passes) is CrossingPass  # type: ignore[attr-defined]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False)
+    assert torch.equal(fast.generate(ids, max_new_tokens=9, do_sample=False), expected)
+
+
+def test_values_of_another_size_than_keys_have_no_compiled_pass() -> None:
+    head = trained(target())
+    source = head.sources[0]
+    head.sources = [replace(source, keys=replace(source.keys, value_size=2 * source.keys.size))]
+    with pytest.raises(NotCompilable):
+        CompiledCrossingPass(head)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -248,7 +369,7 @@ def test_what_has_nothing_to_read_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_is_of_one_model(tmp_path: Path, dtype: torch.dtype) -> None:
-    """It drafts as the head that was saved, and is refused for a target with other weights."""
+    """It drafts as the head that was saved, and is refused for a target of other sizes."""
     model = tiny("llama", dtype, layers=3)
     learner = learner_of("glide", model, blocks=2, vocabulary=40)
     save_learnt(tmp_path, "glide", learner.module, model, learner.config(), dtype)
@@ -265,4 +386,5 @@ def test_a_checkpoint_is_of_one_model(tmp_path: Path, dtype: torch.dtype) -> Non
     assert trees[0] == trees[1]
     assert max(map(len, trees[0])) == 6
     with pytest.raises(Refused, match="was trained for another model"):
-        truedraft.accelerate(sibling(model), draft=registry.load("drafters", "glide", model=str(tmp_path)))
+        other = tiny("llama", torch.float32, vocabulary=53)
+        truedraft.accelerate(other, draft=registry.load("drafters", "glide", model=str(tmp_path)))

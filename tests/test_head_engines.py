@@ -20,6 +20,7 @@ from test_changes import CHANGES, SINGLE, fresh
 from test_threads import calls_of, hammered
 from truedraft import Refused, registry
 from truedraft.targets.hosting import hosted
+from vocabularies import tokenized
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
 
@@ -71,7 +72,7 @@ class Calling(BaseStreamer):
 @pytest.mark.parametrize("name", LEARNED)
 def test_threads_can_share_an_engine(name: str) -> None:
     model = tiny("llama", torch.float32)
-    hammered([truedraft.accelerate(model, draft=drafter(name, model))], calls_of(model, 3), 2, 2)
+    hammered([tokenized(model, draft=drafter(name, model))], calls_of(model, 3), 2, 2)
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -97,7 +98,7 @@ def test_drafts_that_end_at_different_levels_leave_the_others_as_they_are(
 ) -> None:
     """Whether a draft is continued varies from level to level, as it does with the measured seconds of levels."""
     model = tiny("llama", torch.float32)
-    fast = truedraft.accelerate(model, draft=drafter(name, model), control="fixed")
+    fast = tokenized(model, draft=drafter(name, model), control="fixed")
     chance = random.Random(5)
     monkeypatch.setattr(type(fast.drafter), "continues", lambda *given: chance.random() < 0.6, raising=False)
     given = ragged(model, 4) | GREEDY | {"max_new_tokens": 40}
@@ -110,7 +111,7 @@ def test_drafts_that_end_at_different_levels_leave_the_others_as_they_are(
 def test_the_next_call_follows_a_changed_target(name: str, change: str) -> None:
     model = fresh()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone())
-    fast = truedraft.accelerate(model, draft=drafter(name, model))
+    fast = tokenized(model, draft=drafter(name, model))
     fast.generate(SINGLE, **GREEDY)
     with torch.no_grad():
         CHANGES[change](model)
@@ -156,7 +157,7 @@ def test_text_of_a_bf16_target_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", LEARNED)
 def test_text_of_a_float64_target_is_that_of_the_model(name: str) -> None:
     model = copy.deepcopy(tiny("llama", torch.float32)).double()
-    fast = truedraft.accelerate(model, draft=drafter(name, model))
+    fast = tokenized(model, draft=drafter(name, model))
     given = {**ragged(model, 3), **GREEDY}
     assert torch.equal(fast.generate(**given), model.generate(**given))
 

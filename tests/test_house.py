@@ -82,15 +82,15 @@ def test_every_registered_drafter_and_preset_has_its_cases() -> None:
 ALLOWED = {
     # registry: a cascade loads its last drafter by name; runtime: a drafter's own modules run by the compiled code
     # that runs targets; caches: of such modules; canvas: the passes of diffusion models; text: the bytes of tokens
-    "drafters": {"assets", "registry", "runtime", "caches", "views", "canvas", "text"}
+    "drafters": {"assets", "registry", "identity", "runtime", "caches", "views", "canvas", "text"}
     | {"tree", "tree_shape", "card", "chance", "sampling", "errors", "drafters", "targets", "loading", "stores"},
     "accept": {"tree", "card", "chance", "sampling", "stopping", "stats", "errors", "accept", "stores", "delegate"},
     "control": {"tree", "card", "errors", "stats", "control", "drafters", "runtime", "targets"},
-    "targets": {"tree", "caches", "runtime", "errors", "targets", "views"},
+    "targets": {"tree", "caches", "runtime", "errors", "identity", "targets", "views"},
     # drafters: the contract of what is learned, and checkpoints of it
-    "views": {"tree", "card", "errors", "files", "views", "drafters"},
+    "views": {"tree", "card", "errors", "files", "identity", "views", "drafters"},
     "caches": {"tree", "errors", "caches"},
-    "runtime": {"tree", "caches", "errors", "files", "runtime", "views"},
+    "runtime": {"tree", "caches", "errors", "files", "identity", "runtime", "views"},
     # registry: policies and speculators by name; call, standin, stopwatch: the surroundings of a call; stores: the
     # format of files; loading: guides by name
     "canvas": {"canvas", "caches", "runtime", "targets", "errors", "card", "stats", "call", "standin"}
@@ -112,6 +112,7 @@ ALLOWED = {
     "delegate": set(),
     "errors": set(),
     "files": {"errors"},
+    "identity": {"errors"},
     # accelerated: drafters are trained on outputs of their target; drafters: the contract of learned drafters;
     # runtime: the target's hidden states; bench: its plots; canvas: filters of policies; card: knobs of trainings;
     # registry: a reference by name; tree: the passes whose time is measured

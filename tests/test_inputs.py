@@ -153,3 +153,19 @@ def test_token_types_of_texts_are_ignored_where_they_mark_images() -> None:
         fast.generate(input_ids=IDS, token_type_ids=ONES, **SHORT)
     with pytest.raises(Refused, match="token_type_ids"):  # here they are embedded
         truedraft.accelerate(tiny("gpt2", torch.float32)).generate(IDS, token_type_ids=torch.zeros_like(IDS), **SHORT)
+
+
+def test_other_outputs_than_text_are_refused() -> None:
+    """Of Janus, which writes images by guided passes over pairs of rows; its text is its own."""
+    model: Any = built("janus", "JanusForConditionalGeneration")
+    fast = truedraft.accelerate(model)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    for mode in ("image", "audio", 3, None):
+        with pytest.raises(Refused, match=rf"generation_mode={mode!r}: truedraft decodes text, and lacks the heads"):
+            fast.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, generation_mode=mode)
+    settings: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    expected = model.generate(ids, **settings)
+    for more in ({}, {"generation_mode": "text"}):
+        assert torch.equal(fast.generate(ids, **settings, **more), expected)
+    same(tiny(), input_ids=IDS, generation_mode=None)
+    refused(tiny(), "generation_mode='image': truedraft decodes text", input_ids=IDS, generation_mode="image")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from test_views import COMPILED, LAYERS
 from truedraft import DraftTree, Refused, registry
 from truedraft.calibrating import TextEvaluator
 from truedraft.cli import main
-from truedraft.drafters._learned import fingerprint
+from truedraft.runtime.identity import fingerprint
 from truedraft.tree import Row
+from truedraft.views._calibrated import Step
 from truedraft.views._layers import listed
 from truedraft.views.knn_ssd import KnnSsd
 
@@ -148,6 +149,20 @@ def test_states_are_those_of_a_plain_forward(model: PreTrainedModel) -> None:
         assert (mine - plain).abs().max() < 1e-4
 
 
+def test_prompts_that_do_not_fit_the_context_are_left_out(
+    tmp_path: Path, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [5] * (truedraft.accelerate(model).target.context + 1)
+    states = list(TextEvaluator(model, [[1, 2]], [long, PROMPTS["sums"], []]).states())
+    assert len(states) == 1 and (states[0] - last_states(model)["sums"]).abs().max() < 1e-4
+    given = ["--target", "nano-draft", "--out", str(tmp_path / "found.json")]
+    for name, text in (("tales", "the cat sat on a mat\n"), ("sums", "one and two " * 900)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        given += ["--data", str(tmp_path / f"{name}.txt")]
+    assert main(["calibrate", "knn-ssd", *given]) == 2
+    assert "no prompt of sums fits the model's context: give shorter texts" in capsys.readouterr().err
+
+
 def test_subjects_are_summed_up_by_centroids() -> None:
     """Of three groups of prompts, far apart."""
     states = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
@@ -169,10 +184,15 @@ def test_a_calibration_by_the_command(
     tales.write_text("once upon a time there was a dog\nthe cat sat on a mat\n")
     sums.write_text("one and one\ntwo and two and two\nthree\n")
     counts: list[int] = []
-    monkeypatch.setattr(
-        "truedraft.views.knn_ssd.spared",
-        lambda evaluator, *_: (counts.append(len(evaluator.texts)), {5: "1", 2: "1f", 3: ""}[counts[-1]])[1],
-    )
+
+    def spared(evaluator: Any, *_: Any) -> Iterator[Step]:
+        counts.append(len(evaluator.texts))
+        if not (layers := {5: "1", 2: "1f", 3: ""}[counts[-1]]):
+            raise Refused("nothing")
+        yield Step(0.5)
+        yield Step(1.0, "", {"layers": layers})
+
+    monkeypatch.setattr("truedraft.views.knn_ssd.spared", spared)
     given = ["--target", "nano-draft", "--out", str(out)]
     assert main(["calibrate", "knn-ssd", *given, "--data", str(tales), "--data", str(sums)]) == 0
     assert counts == [5, 2, 3] and "use it as --draft knn-ssd:file=" in capsys.readouterr().out
@@ -205,7 +225,7 @@ def test_files_of_others_are_refused(model: PreTrainedModel, file: Path, tmp_pat
         with pytest.raises(Refused, match="is no file of `truedraft calibrate` for knn-ssd"):
             registry.load("views", f"knn-ssd:file={path}")
     path.write_text(json.dumps({**record, "fingerprint": "another"}))
-    with pytest.raises(Refused, match="knn-ssd was calibrated on another model"):
+    with pytest.raises(Refused, match="knn-ssd was calibrated for another model"):
         truedraft.accelerate(model, draft=f"knn-ssd:file={path}")
     path.write_text(json.dumps({**record, "subjects": {**subjects, "x": {**subjects["sums"], "layers": "9"}}}))
     with pytest.raises(Refused, match=r"layers \[9\] cannot be skipped"):

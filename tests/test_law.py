@@ -16,6 +16,7 @@ from nets import ACROSS, NAMES, TRIALS, drafter, model_for, turn
 from truedraft import Drafter, registry
 from truedraft.chance import PositionNoise, StreamNoise, outcomes
 from truedraft.tree import Row
+from vocabularies import tokenized
 
 SIZE, MOST, STEPS = 5, 3, 3  # vocabulary, k of top-k, and new tokens
 SAMPLING = [name for name in registry.names("accept") if registry.method("accept", name).samples]
@@ -107,7 +108,7 @@ def check_law(name: str, rule: str, most: int = MOST) -> None:
     make = partial(drafter, name, model, answer, [0], **SMALL.get(name, SHORT.get(name, {})))
     draft = make()
     assert draft is None or draft.draws == "certain" or name in (*SMALL, *TRIALS), "give it small drafts"
-    fast = truedraft.accelerate(model, draft=draft, control="fixed", rule=rule)
+    fast = tokenized(model, draft=draft, control="fixed", rule=rule)
     method = registry.method("accept", rule)
     if (
         draft is not None

@@ -22,7 +22,7 @@ from rich.console import Console
 import truedraft
 from truedraft import registry
 from truedraft.audit.laws import Law
-from truedraft.audit.tokens import Audit, Divergence
+from truedraft.audit.tokens import Audit, Compared, Divergence
 from truedraft.bench import columns, page
 from truedraft.bench.compare import Figures
 from truedraft.bench.oracle import Attained
@@ -63,7 +63,9 @@ def figures(rounds: int) -> list[Figures]:
                     draft_share=0.21 if of_ours else None, target_share=0.62 if of_ours else None,
                     peak_memory=numbers.randint(1 << 33, 1 << 34),
                     speed_up=None if way == WAYS[1] else (middle, middle - spread, middle + spread),
-                    against_no_drafts=1.23 if of_ours else None, bound=2.34 if of_ours else None, cut=2,
+                    against_no_drafts=1.23 if of_ours else None, bound=2.34 if of_ours else None, cut=2, texts=16,
+                    as_undrafted=True if of_ours else None, as_model=way != WAYS[1],
+                    apart={"unclassified": 3} if way == WAYS[1] else {}, agreement=0.5,
                 )
             )  # fmt: skip
     return found
@@ -232,9 +234,9 @@ def test_audit_at_a_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("COLUMNS", str(width))
     found = Audit(
         MODEL, "bfloat16", "float64", "compiled pass", [DRAFTER, "llma"], ["greedy", "seed 0, temperature 1"], [1, 4],
-        7, 123_456, 99, 0.86, 0.33, DIFFERENCES,
+        7, 84, [Compared(DRAFTER, 42, 123_456)], 99, 0.86, 0.33, DIFFERENCES, interrupted=True,
     )  # fmt: skip
-    audit._print(found, LAWS, WordTokenizer())
+    audit._print(found, LAWS, {"swift": "it refuses this model"}, WordTokenizer())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     joined = "".join(line[len("differences  ") :] for line in lines)

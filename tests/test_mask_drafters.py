@@ -21,6 +21,7 @@ from truedraft.cli._models import load
 from truedraft.cli._options import CANVASES
 from truedraft.drafters.models import diffuspec
 from truedraft.drafters.models._mask_reader import MaskReader
+from vocabularies import tokenized
 
 NAMES = [n for n in registry.names("drafters") if "diffusion model" in registry.method("drafters", n).card.needs]
 MASK, BLOCK = V, 4
@@ -28,7 +29,7 @@ MASK, BLOCK = V, 4
 
 def drafting(name: str, model: Any, diffusing: Any = None, **knobs: Any) -> truedraft.Accelerated:
     draft = registry.load("drafters", name, model=diffusing or diffusion_of(model), **knobs)
-    return truedraft.accelerate(model, draft=draft, control="fixed")
+    return tokenized(model, draft=draft, control="fixed")
 
 
 def attended(length: int, known: int, attention: str) -> Tensor:

@@ -316,7 +316,7 @@ def test_checkpoints_are_read_as_written(
     with pytest.raises(Refused, match="give the same knobs"):
         learner(target, heads=2).resume(made.config(), own)
     with pytest.raises(Refused, match="was trained for another model"):
-        loaded(tiny("qwen2", torch.float32), tmp_path)
+        loaded(tiny("qwen2", torch.float32, vocabulary=53), tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 24])

@@ -29,6 +29,7 @@ from truedraft.engine_request import EngineRequest
 from truedraft.parts import drafter_of
 from truedraft.stores import _file, memory
 from truedraft.tree import Row
+from vocabularies import tokenized
 
 Seen = list[tuple[Any, ...]]
 STEPS, SECRET = 11, 12  # tokens of an output, and of a secret prompt
@@ -95,7 +96,7 @@ def seen_by(name: str, other: str, which: str) -> tuple[Seen, Seen]:
     """What requests of tenant "b" show after, and beside, those of a tenant `other` with a secret, and their drafts."""
     host, draft = served(name)
     with compared_once():
-        fast = truedraft.accelerate(host, draft=draft, control="fixed")
+        fast = tokenized(host, draft=draft, control="fixed")
     mine, text, known = recorded(draft, "b"), secret(which), secret("x")
     steps = {"max_new_tokens": LONGER if name in PRESETS else STEPS}
     with compared_once(), fast.engine(max_rows=3, max_tokens=LENGTH) as engine:
@@ -238,7 +239,7 @@ def test_a_memory_file_cut_anywhere_is_refused_in_a_sentence(tmp_path: Path) -> 
     (kept,) = fast.drafter.memories()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        with pytest.raises(Refused, match=r"^memory '.*memory\.tdm' is damaged.*: build it anew$") as refusal:
+        with pytest.raises(Refused, match=r"^memory '.*memory\.tdm' is damaged.*: build it again$") as refusal:
             fast.load_memory(path)
         assert "\n" not in str(refusal.value) and not len(kept)
     path.write_bytes(whole)

@@ -130,7 +130,9 @@ def test_invalid_fields_of_a_pass_are_refused(kind: str) -> None:
     assert run(ops, count, given, share, threads) == 0
     n = given.nodes
     sizes = dict.fromkeys(PER_NODE, n) | {"extra_from": n + 1, "extra": given.extras, "extra_position": given.extras}
-    sizes |= {"gather": given.tail, "group_from": given.groups + 1} | ({"source_lengths": n} if given.sources else {})
+    sizes |= {"gather": given.tail, "group_from": given.groups + 1} | (
+        {"source_lengths": n, "source_slot": n} if given.sources else {}
+    )
     lists = {name: read(given, name, size) for name, size in sizes.items()}
     for name, values in lists.items():
         for wrong in with_entry(values):

@@ -14,10 +14,14 @@ import torch
 
 import truedraft
 from models import ARCHITECTURES, tiny
+from truedraft import registry
 from truedraft.cli import main
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._learned import save_learnt
+from truedraft.drafters.heads.glide import Training
 from truedraft.errors import Refused
 from truedraft.loading import load
+from truedraft.planning.drafters import planned_drafter
 from truedraft.planning.models import Sized, buffer_bytes, sized
 from truedraft.planning.parts import Part, bytes_of, peak
 from truedraft.planning.plan import Plan, most, planned
@@ -69,6 +73,18 @@ def test_models_without_weights_have_the_sizes_of_hosted_ones(architecture: str)
         real = sum(tensor.untyped_storage().nbytes() for tensor in storage.values())
         assert buffer_bytes(found.program, target.runner._arena) == real
     target.free()
+
+
+def test_a_head_that_reads_the_keys_of_the_target_is_planned(tmp_path: Path) -> None:
+    """From the sizes of the target's keys alone: its own weights, and the buffers of its compiled passes."""
+    model, _ = load("nano", "float32")
+    learner = Training()
+    learner.begin(model)
+    save_learnt(tmp_path, "glide", learner.module, model, learner.config(), torch.float32)
+    _, sizes = plan(f"glide:{tmp_path}", rows=2, tokens=100)
+    head = learner.module
+    assert sizes["head weights"] == sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
+    assert sizes["head buffers"] > 0
 
 
 @pytest.mark.covering(1)
@@ -224,3 +240,17 @@ def test_logits_of_a_ragged_pass_are_held_once() -> None:
     assert scores.logits.untyped_storage().nbytes() == 2 * 21 * 4096 * 4
     assert not scores.logits[1, 1:].any()
     target.free()
+
+
+def test_every_drafter_is_planned_or_names_what_it_needs() -> None:
+    """Also one whose draft model is the target itself, with other mixers, and one of several readers."""
+    target = sized("nano")
+    for name in (*registry.names("drafters"), *registry.names("views")):
+        kind = "views" if registry.is_view(name) else "drafters"
+        needs = registry.method(kind, name).card.needs
+        if "draft model" in needs and name != "specdec-pp":
+            with pytest.raises(Refused, match=f"{name} needs a draft model"):
+                planned_drafter(name, target)
+        elif not set(needs) & {"training", "MTP layers", "diffusion model", "calibration", "tokenizer"}:
+            drafter, sides = planned_drafter(name, target)
+            assert drafter is not None and len(sides) == 1

@@ -26,13 +26,14 @@ from truedraft.targets.hosting import hosted
 from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
 from truedraft.tree import Prompt, Taps
+from vocabularies import tokenized
 
 FP32 = torch.float32  # in which transformers computes recurrent states, whatever the dtype of the model
 LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 CONVOLUTIONAL = ["lfm2", "lfm2_moe", "lfm3"]
 REFUSED = {
-    "lookahead": "reads guesses beside its draft",
-    "sam|lookahead": "reads guesses beside its draft",
+    "lookahead": "reads guesses in addition to its draft",
+    "sam|lookahead": "reads guesses in addition to its draft",
     "probes": "the draft has probes",
     "view": "cannot run under skip-layers",
     **dict.fromkeys([*sorted(VIEWED), *REVIEWED, "eesd"], "cannot run under "),
@@ -135,13 +136,13 @@ def test_every_drafter(architecture: str, runtime: str, name: str, rule: str, mo
 def test_drafters_that_need_more_than_a_chain_are_refused(name: str) -> None:
     model = tiny("qwen3_5_text", FP32)
     with pytest.raises(ValueError, match=REFUSED[name]):
-        fast = truedraft.accelerate(model, draft=drafter(name, model), runtime="stock")
+        fast = tokenized(model, draft=drafter(name, model), runtime="stock")
         fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5)
 
 
 def test_rules_that_read_probes_are_refused() -> None:
     fast = truedraft.accelerate(tiny("qwen3_5_text", FP32), rule="lossy/reflective", draft="suffix", runtime="stock")
-    with pytest.raises(Refused, match="reads probes beside the drafts"):
+    with pytest.raises(Refused, match="reads probes in addition to drafts"):
         fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5)
 
 
@@ -203,7 +204,7 @@ def test_states_outside_of_a_cache(architecture: str) -> None:
         with pytest.raises(Refused, match=r"2 rows, which .* lets read each other's states: give one prompt at a time"):
             fast.generate(ids.expand(2, 3), max_new_tokens=3)
     if architecture == "recurrent_gemma":
-        with pytest.raises(Refused, match="reads behind the text before: give two tokens or more"):
+        with pytest.raises(Refused, match="from the text of its last call: give two tokens"):
             fast.generate(ids[:, :1], max_new_tokens=3)
     with pytest.raises(Refused, match="ties='recheck' needs a model whose cache holds its states"):
         truedraft.accelerate(model, ties="recheck").generate(ids, max_new_tokens=3)

@@ -228,7 +228,7 @@ def test_parts_that_do_not_fit(model: Any, arguments: dict[str, Any], message: s
         ({"max_denoising_step": 3}, "did you mean 'max_denoising_steps'"),
         ({"max_denoising_steps": 0}, "must be a positive integer"),
         ({"max_new_tokens": 57}, "8 canvases of 8 make a text of 75 positions"),
-        ({"max_length": 11, "max_new_tokens": 256}, "leaves no room behind 11 prompt tokens"),
+        ({"max_length": 11, "max_new_tokens": 256}, "leaves no room after 11 prompt tokens"),
         ({"cache_implementation": "static"}, "give 'dynamic'"),
         ({"return_dict_in_generate": True}, "leave it out"),
         ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3)])}, "use its own generate"),

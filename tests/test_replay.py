@@ -301,8 +301,8 @@ def test_the_command_loads_no_model(
     [
         (["--replay", "FILE"], "give --tokenizer NAME, or MODEL"),
         (["nano", "--replay", "FILE", "--tokenizer", "nano"], "needs one tokenizer"),
-        (["nano", "--replay", "FILE", "--batch", "1"], "--batch has no meaning beside --replay"),
-        (["nano", "--replay", "FILE", "--roofline"], "--roofline has no meaning beside --replay"),
+        (["nano", "--replay", "FILE", "--batch", "1"], "--batch has no meaning together with --replay"),
+        (["nano", "--replay", "FILE", "--roofline"], "--roofline has no meaning together with --replay"),
         (["nano", "--budget", "3"], "--budget has no meaning without --replay"),
         (["nano", "--replay", "FILE", "--budget", "0"], "--budget 0 must be at least 1"),
         (["nano", "--limit", "0"], "--limit 0 must be at least 1"),

@@ -248,7 +248,7 @@ def load(part: str) -> Drafter:
     ("spec", "message"),
     [
         ("suffix<suffix", "suffix is no view, and reviews no drafts"),
-        ("window-kv<eagle", "cannot continue the drafts of a view: put a lookup or draft-model behind the '<'"),
+        ("window-kv<eagle", "cannot continue the drafts of a view: put a lookup or draft-model after the '<'"),
         ("window-kv<int8-self", "int8-self cannot continue the drafts of a view"),
         ("window-kv<none", "plain cannot continue the drafts of a view"),
         ("window-kv<auto", "cannot continue the drafts of a view"),

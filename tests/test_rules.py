@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from truedraft import registry
 from truedraft.accept import optimal_acceptance
 from truedraft.accept._base import AttributingRule, NodeRule
 from truedraft.accept._verification import Candidates, TargetProbs
-from truedraft.chance import PositionNoise, Replay, StreamNoise, likeliest, outcomes
+from truedraft.chance import Chance, PositionNoise, Replay, StreamNoise, likeliest, outcomes
 from truedraft.sampling import History, Laws
 from truedraft.tree import DraftTree, Draws, Prompt, Row
 
@@ -134,6 +135,28 @@ def test_fresh_noise_does_not_depend_on_neighbours() -> None:
         beside.flip(0.5, other)
         second.append((beside.draw(law, one)[0], beside.flip(0.5, one)))
     assert first == second and len({token for token, _ in first}) > 4
+
+
+@pytest.mark.parametrize("made", [lambda: StreamNoise(1), lambda: PositionNoise([(3, 0)])])
+def test_tokens_drawn_at_once_follow_their_laws(made: Callable[[], Chance]) -> None:
+    """Several from each law, independent of each other (a chi-square test of pairs), and never one without weight;
+    laws need not add up to one."""
+    torch.manual_seed(5)
+    chance, row, turns = made(), Row(0, [1], 1, 9), 3000
+    laws = torch.tensor([[0.0, 0.5, 0.2, 0.3, 0.0], [0.7, 0.0, 0.0, 0.2, 0.1], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    pairs = torch.zeros(3, 5, 5)
+    for _ in range(turns):
+        found = chance.draw_each(laws * 0.9, row, [2, 3, 1])
+        assert [len(tokens) for tokens in found] == [2, 3, 1]
+        for k, tokens in enumerate(found):
+            pairs[k, tokens[0], tokens[-1]] += 1
+    assert pairs[2, 4, 4] == turns
+    for law, counts in zip(laws[:2], pairs[:2], strict=True):
+        expected = turns * law[:, None] * law
+        possible = expected > 0
+        assert not counts[~possible].any()
+        square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+        assert square < 26.1  # 8 degrees of freedom, one in a thousand
 
 
 def _block(p: list[Tensor], q: list[Tensor], rule: str) -> tuple[dict[tuple[int, ...], float], float]:

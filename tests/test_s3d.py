@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import truedraft
-from models import sibling, tiny
+from models import tiny
 from test_heads import learner_of
 from test_views import COMPILED, CutModel, begun, target_of
 from truedraft import DraftTree, Refused, registry
@@ -191,7 +191,7 @@ def test_what_cannot_be_skipped_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_of_one_model(tmp_path: Path) -> None:
-    """It gives the masks and the layers that were saved, and is refused for a target with other weights."""
+    """It gives the masks and the layers that were saved, and is refused for a target of other sizes."""
     model = target()
     learner = learner_of("s3d", model, skip="0;2f", masks=2)
     save_learnt(tmp_path, "s3d", learner.module, model, learner.config())
@@ -204,4 +204,4 @@ def test_a_checkpoint_is_of_one_model(tmp_path: Path) -> None:
     assert torch.equal(draft.head.mask_embeddings, learner.module.mask_embeddings)
     assert draft.head.view.reduction(4) == learner.module.view.reduction(4)
     with pytest.raises(Refused, match="was trained for another model"):
-        truedraft.accelerate(sibling(model), draft=f"s3d:{tmp_path}")
+        truedraft.accelerate(tiny("llama", torch.float32, layers=4, vocabulary=53), draft=f"s3d:{tmp_path}")

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 import truedraft
 from nets import SEED, drafter, generated
 from truedraft import Refused, registry
+from vocabularies import tokenized
 
 V = 61
 _BART: dict[str, Any] = dict(
@@ -122,7 +123,7 @@ def test_every_architecture_matches_generate(kind: str, sample: bool) -> None:
 @pytest.mark.parametrize("draft", [*FREE, "sam?token-recycling", "suffix>token-recycling", "llma|aded"])
 def test_drafters_without_requirements_match_generate(draft: str, kind: str, sample: bool) -> None:
     made = drafter(draft, tiny(kind)) if draft in FREE else draft
-    fast = truedraft.accelerate(tiny(kind), draft=made, control="fixed")
+    fast = tokenized(tiny(kind), draft=made, control="fixed")
     expected, found = both(fast, do_sample=sample, num_return_sequences=2 if sample else 1)
     assert torch.equal(expected, found)
 
@@ -139,7 +140,7 @@ IN_TURN = [
 @pytest.mark.parametrize("name", LEARNT)
 def test_trained_drafters_match_generate(name: str, kind: str, sample: bool, control: str) -> None:
     """With untrained weights; rows end one by one."""
-    fast = truedraft.accelerate(tiny(kind), draft=drafter(name, tiny(kind)), control=control)
+    fast = tokenized(tiny(kind), draft=drafter(name, tiny(kind)), control=control)
     expected, found = both(fast, do_sample=sample, **early(tiny(kind)))
     assert torch.equal(expected, found)
 

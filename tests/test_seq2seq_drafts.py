@@ -16,6 +16,7 @@ from test_draft_model import WITH_DRAFT_MODEL
 from test_seq2seq import ARCHITECTURES, IN_TURN, both, sources, tiny
 from truedraft import Refused
 from truedraft.drafters._compose import compose
+from vocabularies import tokenized
 
 NAMES = [*WITH_DRAFT_MODEL, *(preset for preset, (name, _) in PRESETS.items() if name in WITH_DRAFT_MODEL)]
 SMALLER: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ COMPOSED = ["input-guided|draft-model", "draft-model>max-gram"]
 def test_every_drafter_with_a_draft_model_is_exact(name: str, kind: str, sample: bool) -> None:
     small = models.sibling(tiny(kind)) if sample else smaller(kind)
     draft = compose(name, lambda part: drafter(part, tiny(kind), small=small))  # type: ignore[arg-type,return-value]
-    fast = truedraft.accelerate(tiny(kind), draft=draft, control="fixed")
+    fast = tokenized(tiny(kind), draft=draft, control="fixed")
     expected, found = both(fast, do_sample=sample, num_return_sequences=2 if sample else 1)
     assert torch.equal(expected, found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,40 @@ def test_an_answer_is_copied_faster_as_its_own_prediction_in_a_chat(page: Browse
     roles = page.evaluate("[...document.querySelectorAll('#messages .role')].map((role) => role.value)")
     assert roles == ["user", "assistant", "user"]
     assert page.evaluate("document.querySelectorAll('#messages .content')[1].value") == answer
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+def chosen(page: Browser) -> str:
+    assert page.evaluate("document.querySelector('[name=prompt]').checkVisibility()") != page.evaluate(
+        "document.querySelector('#messages .content').checkVisibility()"
+    )
+    return page.evaluate("document.querySelector('#request').elements.endpoint.value")
+
+
+def test_the_playground_opens_on_chat_where_there_is_a_chat_template(
+    chromium: Browser, fast: Accelerated, page: Browser, tmp_path: Path
+) -> None:
+    assert chosen(page) == "completions"  # of nano
+    (tmp_path / "template").write_text(CHATML)
+    with running(fast, chat_template=str(tmp_path / "template")) as server, opened(chromium, server) as other:
+        assert chosen(other) == "chat"
+        other.evaluate("document.querySelector('[value=completions]').click()")
+        other.evaluate("document.querySelector('#key-form').requestSubmit()")  # the model is read again
+        other.wait("document.querySelector('#state').textContent === 'ready'")
+        assert chosen(other) == "completions"  # as the user chose
+
+
+def test_reasoning_is_shown_before_the_answer_and_is_no_part_of_it(page: Browser) -> None:
+    page.evaluate("document.querySelector('[value=chat]').click()")
+    deltas = [{"reasoning_content": "Hm"}, {"content": "Yes"}, {"content": "."}]
+    answer_with(page, [{"id": "c", "choices": [{"index": 0, "delta": each, "tokens": []}]} for each in deltas])
+    page.evaluate("document.querySelector('#send').click()")
+    status(page, "Finished")
+    assert text(page, "#answer") == "Hm\n\nYes."
+    page.evaluate("document.querySelector('#as-message').click()")
+    assert page.evaluate("document.querySelectorAll('#messages .content')[1].value") == "Yes."
 
 
 def test_errors_of_the_server_are_shown_at_their_field(page: Browser) -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -137,6 +138,19 @@ def test_the_card_of_a_model_names_the_drafters_of_requests(server: Running) -> 
     for name in card["drafts"]:
         body = {"prompt": "import", "max_tokens": 2, "draft": name}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+def test_the_card_says_whether_the_model_has_a_chat_template(fast: Accelerated, tmp_path: Path) -> None:
+    """The playground opens on chat where it does; the plain text that stands in for a template is none."""
+    (tmp_path / "template").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    for settings, chat in (
+        ({}, False),
+        ({"chat_template": "plain"}, False),
+        ({"chat_template": str(tmp_path / "template")}, True),
+    ):
+        with running(fast, **settings) as server:
+            (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+            assert card["chat"] is chat
 
 
 # ---------------------------------------------------------------- the feed

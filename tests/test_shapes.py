@@ -22,6 +22,7 @@ from truedraft.drafters.models._reader import Reader
 from truedraft.drafters.models.sequoia import PRIOR, Ranks, best_places, shape_for
 from truedraft.errors import Refused
 from truedraft.tree import DraftTree
+from vocabularies import tokenized
 
 SHAPED = [n for n in registry.names("drafters") if issubclass(registry.method("drafters", n), ShapedDrafter)]
 HEADS = ("eagle", "eagle2", "eagle3")
@@ -118,7 +119,7 @@ def trees_of(
         return made
 
     draft.propose = proposed
-    fast = truedraft.accelerate(model, draft=draft, control="fixed")
+    fast = tokenized(model, draft=draft, control="fixed")
     fast.generate(**ragged(model, rows), max_new_tokens=steps, do_sample=False, **{"eos_token_id": None, **given})
     return found
 

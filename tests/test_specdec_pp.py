@@ -418,7 +418,7 @@ def test_a_checkpoint_is_for_its_two_models(tmp_path: Path) -> None:
     ids = tokenizer("once upon a time", return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
-    with pytest.raises(Refused, match=r"trained for another draft model \(nano-draft, a LlamaForCausalLM"):
+    with pytest.raises(Refused, match=r"trained beside nano-draft for another model \(a LlamaForCausalLM"):
         truedraft.accelerate(model, tokenizer, draft=f"specdec-pp:model=nano,head={tmp_path}")
     with pytest.raises(Refused, match=r"was trained for another model .*train one for this model"):
         truedraft.accelerate(draft.model, tokenizer, draft=f"specdec-pp:head={tmp_path}")

@@ -280,7 +280,7 @@ def test_a_rule_that_cannot_verify_the_drafts_of_one_specialist_is_refused() -> 
         ({"a": "suffix"}, {"a": [[]]}, "'a' has no examples"),
         ({"a": "suffix"}, {"a": [[1]], "b": [[2]]}, "examples of 'b', and no such specialist"),
         ({"a": "suffix"}, {"a": ["a text"]}, r"give accelerate\(\) the tokenizer"),
-        ({"a": "suffix"}, {"a": [[V]]}, f"that the model's {V} do not include"),
+        ({"a": "suffix"}, {"a": [[V]]}, f"outside the model's vocabulary of {V}"),
         ({"a": "suffix"}, {"a": [["x"]]}, "an example of 'a' is"),
         ({"a": 5}, {"a": [[1]]}, "text-routing:specialists has 5"),
         ({"a": "suffiks"}, {"a": [[1]]}, "did you mean 'suffix'"),

@@ -407,4 +407,4 @@ def test_bench_names_the_size_in_its_figures(
 
 def test_stretched_is_refused_beside_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--replay", "x", "--stretched", "0.5B"]) == 2
-    assert "--stretched has no meaning beside --replay" in capsys.readouterr().err
+    assert "--stretched has no meaning together with --replay" in capsys.readouterr().err

@@ -120,27 +120,32 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"messages": [{**USER, "tool_calls": [CALL]}]}, "tool_calls is not supported in a message of role user"),
     (PLAIN, {"messages": [{**USER, "mood": "good"}]}, "mood is not supported"),
     (PLAIN, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported.*reads text only"),
-    (PLAIN, {"messages": [{"role": "assistant", "function_call": {}}]}, "use tool_calls"),
+    (PLAIN, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "use tool_calls"),
     (PLAIN, {"messages": [{"role": "assistant", "annotations": [{}]}]}, "no chat template shows them"),
     (PLAIN, {"messages": [{**USER, "parsed": 3}]}, "parsed is not supported in a message of role user"),
-    (PLAIN, {"messages": [{**USER, "name": "anna"}]}, r"messages\[0\].name: this model's chat template has no place"),
+    (PLAIN, {"messages": [{**USER, "name": 5}]}, r"messages\[0\].name is no text"),
     (PLAIN, {"messages": asked()}, r"messages\[0\].tool_calls: this model's chat template has no place"),
     (PLAIN, {"messages": [USER], "tools": [TOOL]}, "tools: this model's chat template has no place"),
     (PLAIN, {"messages": [USER], "documents": [{"text": "a"}]}, "documents: this model's chat template has no place"),
     (PLAIN, {"messages": [USER], "template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood: this model's"),
     (PLAIN, {"messages": [USER], "template_kwargs": {"chat_template": "x"}}, "chat_template is no variable"),
     (CHATML, {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "'x' is the id of no tool call"),
-    (CHATML, {"messages": [{"role": "assistant", "tool_calls": []}]}, "is no list of tool calls"),
+    (CHATML, {"messages": [{"role": "assistant", "tool_calls": []}]}, r"messages\[0\].content is missing"),
+    (CHATML, {"messages": [{"role": "assistant", "tool_calls": "look"}]}, "is no list of tool calls"),
     (CHATML, {"messages": [calling("[1]")]}, "arguments is no JSON object"),
     (CHATML, {"messages": [calling("[" * 10**6)]}, "arguments is no JSON object"),
     (CHATML, {"messages": [calling("{}", strict=True)]}, r"tool_calls\[0\].function.strict is not supported"),
-    (ALTERNATING, {"messages": [{"role": "system", "content": "x"}]}, "messages: System role not supported"),
-    ("{{ messages[7].content.x }}", {"messages": [USER]}, "rejects the messages"),
-    ("{% for x in range(10**9) %}a{% endfor %}", {"messages": [USER]}, "rejects the messages: Range too big"),
-    ("{{ messages.__class__.__mro__ }}", {"messages": [USER]}, "rejects the messages: .*unsafe"),
-    ("{% if %}", {"messages": [USER]}, "rejects the messages"),
+    (ALTERNATING, {"messages": [{"role": "system", "content": "x"}]}, "chat template: System role not supported"),
+    ("{{ messages[7].content.x }}", {"messages": [USER]}, "rejected by this model's chat template"),
+    (
+        "{% for x in range(10**9) %}a{% endfor %}",
+        {"messages": [USER]},
+        "rejected by this model's chat template: Range too big",
+    ),
+    ("{{ messages.__class__.__mro__ }}", {"messages": [USER]}, "rejected by this model's chat template: .*unsafe"),
+    ("{% if %}", {"messages": [USER]}, "rejected by this model's chat template"),
     ("", {"messages": [USER]}, "has no chat template"),
-    ({"other": PLAIN}, {"messages": [USER]}, "none is called default"),
+    ({"other": PLAIN}, {"messages": [USER]}, "none of them called default"),
     ("{# nothing #}", {"messages": [USER]}, "empty prompt"),
 ]
 
@@ -152,3 +157,77 @@ def test_what_cannot_be_honoured_is_refused(
     with pytest.raises(Refused, match=message) as raised:
         render(with_template(nano, template), **given)
     assert "\n" not in str(raised.value)
+
+
+GRADED = "{% for m in messages %}{{ m.content }}{% endfor %}Reasoning: {{ reasoning_effort }}"
+QWEN = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
+    "{{ m['content'].split('</think>')[-1] }}{% endfor %}{{ '<think>' if thinking else '</think>' }}"
+)
+BOTH = GRADED + "{% if enable_thinking is false %} no{% endif %}"
+ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "read"),
+    [
+        (GRADED, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (GRADED, {"enable_thinking": True}, {}),
+        (QWEN, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        (QWEN, {"reasoning_effort": "high"}, {"enable_thinking": True}),
+        (QWEN, {"thinking": False}, {"enable_thinking": False}),
+        (QWEN, {"enable_thinking": False, "reasoning_effort": "none"}, {"enable_thinking": False}),
+        (DEEPSEEK, {"reasoning_effort": "minimal"}, {"thinking": True}),
+        (DEEPSEEK, {"enable_thinking": False}, {"thinking": False}),
+        (BOTH, {"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (BOTH, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        (PLAIN, {"reasoning_effort": "high", "enable_thinking": True, "thinking": None}, {}),
+        (PLAIN, {"reasoning_effort": "none"}, {}),
+        (ALWAYS, {"reasoning_effort": "high", "enable_thinking": True}, {}),
+    ],
+)
+def test_reasoning_is_asked_for_as_the_template_reads_it(
+    nano: PreTrainedTokenizerBase, template: str, values: dict[str, Any], read: dict[str, Any]
+) -> None:
+    tokenizer = with_template(nano, template)
+    expected: Any = tokenizer.apply_chat_template([USER], add_generation_prompt=True, **read)
+    assert render(tokenizer, [USER], template_kwargs=values) == expected["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "words"),
+    [
+        (ALWAYS, {"reasoning_effort": "none"}, "reasoning_effort='none': this model always reasons"),
+        (ALWAYS, {"enable_thinking": False}, "enable_thinking=False: this model always reasons"),
+        (GRADED, {"thinking": False}, "give a low reasoning_effort"),
+        (QWEN, {"reasoning_effort": "low", "enable_thinking": False}, "contradicts enable_thinking=False"),
+        (QWEN, {"content": "x"}, "chat_template_kwargs.content"),
+        (QWEN, {"mood": "good"}, "chat_template_kwargs.mood"),
+    ],
+)
+def test_reasoning_that_the_template_cannot_express_is_refused(
+    nano: PreTrainedTokenizerBase, template: str, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        render(with_template(nano, template), [USER], template_kwargs=values)
+
+
+NAMED = "{% for m in messages %}{{ m.content }}{% if m.FIELD %}<{{ m.FIELD }}>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("written", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_earlier_messages_has_the_name_of_the_template(
+    nano: PreTrainedTokenizerBase, written: str, given: str
+) -> None:
+    tokenizer = with_template(nano, NAMED.replace("FIELD", written))
+    found = render(tokenizer, [USER, {"role": "assistant", "content": "no", given: "hm"}])
+    assert tokenizer.decode(found).endswith("no<hm>")
+
+
+def test_names_are_shown_where_the_template_shows_them(nano: PreTrainedTokenizerBase) -> None:
+    message = {**USER, "name": "anna"}
+    assert nano.decode(render(with_template(nano, NAMED.replace("FIELD", "name")), [message])).endswith("<anna>")
+    tokenizer = with_template(nano, PLAIN)
+    assert render(tokenizer, [message]) == render(tokenizer, [USER])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import truedraft
 from models import ARCHITECTURES, NO_FP64, SHARING, STREAMS, ragged, tiny
 from nets import COMPILED, NAMES, PRESETS, PROCESSORS, REGISTERED, RULES, TRIALS, eos_inside, model_for, text_net, turn
 from truedraft.errors import Refused
@@ -138,8 +139,6 @@ def test_cost_control_changes_no_token(name: str) -> None:
 
 
 def test_seeded_row_is_independent_of_its_neighbours() -> None:
-    import truedraft
-
     model = tiny()
     inputs = ragged(model, 4)
     fast = truedraft.accelerate(model, draft="prompt-lookup", control="fixed")
@@ -149,3 +148,10 @@ def test_seeded_row_is_independent_of_its_neighbours() -> None:
         pad = int((inputs["attention_mask"][b] == 0).sum())
         alone = fast.generate(inputs["input_ids"][b : b + 1, pad:], max_new_tokens=30, do_sample=True, seed=[seed])
         assert torch.equal(alone[0, length - pad :], together[b, length:])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS)])
+def test_no_drafter_needs_a_tokenizer_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nets.tokenized", truedraft.accelerate)
+    model = hosted(name)
+    text_net(model, name, ragged(model, 2), max_new_tokens=8, do_sample=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 
 import seq2seq_models
 import truedraft
+from interrupts import interrupted
 from models import ragged, tiny
 from truedraft import DraftTree
-from truedraft.audit.tokens import Mode, audit
+from truedraft.audit import laws
+from truedraft.audit.tokens import Audit, Mode, Run, audit
 from truedraft.audit.tracer import Tracer
 from truedraft.bench import compare as comparing
 from truedraft.cli import main
@@ -175,6 +179,89 @@ def test_the_command_prints_what_was_finished(
     assert main(["audit", "nano", *words]) == 130
     out = capsys.readouterr().out
     assert "interrupted" in out and "8 tokens with model.generate" in out and "0 bugs" in out
+
+
+@pytest.mark.parametrize("shape", ["text", "json"])
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_a_signal_prints_the_table_of_what_was_compared(
+    after: int, shape: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real Ctrl-C, after so many texts: of the model alone, of the engine, and in between."""
+    counted = list[int]()
+    true = Audit.count
+
+    def count(self: Audit, drafter: str, run: Any, tokens: Any) -> None:
+        true(self, drafter, run, tokens)
+        counted.extend(tokens)
+
+    monkeypatch.setattr(Audit, "count", count)
+    words = ["--max-new-tokens", "8", "--draft", "llma", "--batch", "1", "--batch", "2"]
+    begun, show = list[str](), Run.show
+    monkeypatch.setattr(Run, "show", lambda self, _, number, way: (begun.append(way), show(self, _, number, way)))
+    ready = lambda: begun and len(counted) >= after  # noqa: E731
+    assert interrupted(["audit", "nano", *words, *(["--json"] if shape == "json" else [])], ready) == 130
+    out = capsys.readouterr().out
+    if shape == "json":
+        found = json.loads(out)
+        assert found["interrupted"] and sum(one["texts"] for one in found["compared"]) == len(counted) < found["texts"]
+        assert found["tokens"] == sum(counted)
+        return
+    assert re.search(rf"interrupted: {len(counted)} of \d+ texts were compared, and the rest was not", out)
+    assert out.rstrip().endswith("exact, in what was compared")
+    assert after == 0 or re.search(r"plain +\d+ +\d+ +0 +0 +0", out)
+
+
+@pytest.mark.parametrize("where", ["load", "accelerate"])
+def test_a_signal_before_anything_was_compared(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"truedraft.{'cli.audit.load' if where == 'load' else 'accelerate'}", stop)
+    assert main(["audit", "nano"]) == 130
+    emitted = capsys.readouterr()
+    assert emitted.err == "interrupted before anything was compared\n" and not emitted.out
+
+
+def test_an_interrupted_test_of_laws_keeps_those_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    true, done = laws._tested, list[int]()
+
+    def tested(fast: Any, prompts: Any, values: Any, texts: int, *more: Any) -> Any:
+        done.append(1)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return true(fast, prompts, values, 40, *more)
+
+    monkeypatch.setattr(laws, "_tested", tested)
+    few = ["--draft", "prompt-lookup", "--draft", "draft-model:model=nano-draft", "--prompt", "tom", "--batch", "1"]
+    assert main(["audit", "nano", "--laws", *few, "--max-new-tokens", "2"]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted: all 9 texts were compared, and 2 laws were tested; the other laws were not" in out
+    assert len(re.findall(r"holds +[\d.]", out)) == 2
+
+
+def test_an_interrupted_audit_of_a_diffusion_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from truedraft.canvas.accelerated import AcceleratedCanvas
+
+    calls, generate = list[int](), AcceleratedCanvas.generate
+
+    def cut(self: AcceleratedCanvas, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(AcceleratedCanvas, "generate", cut)
+    words = ["--max-new-tokens", "3", "--prompt", "one day", "--prompt", "tom", "--batch", "1", "--json"]
+    assert main(["audit", "nano-diffusion", *words]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["drafter"], one["texts"]) for one in found["compared"]] == [("plain", 2), ("auto", 1)]
+    assert found["interrupted"] and found["texts"] == 8
 
 
 def test_a_benchmark_prints_the_workloads_that_were_finished(

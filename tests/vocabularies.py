@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from functools import cache
 from string import ascii_lowercase
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import truedraft
 
 
 @cache
@@ -28,6 +31,12 @@ def spelling(size: int, turn: int = 0, pairs: int = 0) -> PreTrainedTokenizerFas
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def tokenized(model: PreTrainedModel, **settings: Any) -> Any:
+    """`truedraft.accelerate` with a tokenizer of the model's vocabulary, as every command and the server give one."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return truedraft.accelerate(model, spelling(size), **settings)
 
 
 def turned(model: PreTrainedModel, turn: int) -> PreTrainedModel:

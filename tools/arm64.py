@@ -37,7 +37,7 @@ TESTS = ("tests/test_kernels.py", "tests/test_linears.py", "tests/test_runtime.p
 POINTERS = [name for name, kind in Op._fields_ if kind is ctypes.c_void_p]
 ARGUMENTS, LEVELS, LEAST = 6, (2, 6), 2  # of `truedraft_choose` on arm64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-PER_NODE = ("slot", "position", "place", "base", "source_lengths", "parent")
+PER_NODE = ("slot", "position", "place", "base", "source_lengths", "source_slot", "parent")
 
 
 def calls_library(op: Op) -> bool:

@@ -40,6 +40,8 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "draft-training": lambda document: figures.draft_training(),
     "shapes": lambda document: figures.shapes(),
     "shared-drafters": lambda document, part: figures.shared_drafters(part),
+    "trained-heads": lambda document: figures.trained_heads(),
+    "head-passes": lambda document: figures.head_passes(),
     "views": lambda document, part: figures.views(part),
     "experts": lambda document, part: figures.experts(part),
     "specialists": lambda document: figures.specialists(),

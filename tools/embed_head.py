@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from truedraft import registry
-from truedraft.drafters._learned import WEIGHTS, read_learnt, save_learnt, with_weights
+from truedraft.drafters._learned import MADE_FOR, WEIGHTS, read_learnt, save_learnt, with_weights
 from truedraft.files import write_whole
 from truedraft.loading import load
 
@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     model, _ = load("nano")
     config, weights = read_learnt(args.run, args.method, model)
-    config = {name: value for name, value in config.items() if name not in ("target", "fingerprint", "bfloat16")}
+    config = {name: value for name, value in config.items() if name not in (MADE_FOR, "bfloat16")}
     kind: Any = registry.method("drafters", args.method)
     head = with_weights(lambda: kind.rebuilt(config, model), weights, args.method, args.run)
     save_learnt(args.to, args.method, head, model, head.record(), torch.bfloat16)

@@ -23,8 +23,10 @@ from truedraft.call.arguments import (
     check_arguments,
     check_settings,
     for_decode_loop,
+    note_beams,
     sources_of,
 )
+from truedraft.call.numbers import named, whole
 from truedraft.call.outcome import cut, output
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.rechecking import check_ties
@@ -206,7 +208,8 @@ class Accelerated(StandIn):
             kwargs = for_decode_loop(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
-                return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
+                with named(kwargs, self.model):
+                    return generate(inputs, custom_generate=self._decode, truedraft_call=call, **kwargs)
             finally:
                 self.target.free()
 
@@ -308,7 +311,9 @@ class Accelerated(StandIn):
         if assistant is not None:
             return self._assistant(assistant, config)
         if (length := config.prompt_lookup_num_tokens) is not None:
-            return registry.load("drafters", "prompt-lookup", length=length, n=config.max_matching_ngram_size or 2)
+            lengths = {"length": whole("prompt_lookup_num_tokens", length)}
+            lengths["n"] = whole("max_matching_ngram_size", config.max_matching_ngram_size or 2)
+            return registry.load("drafters", "prompt-lookup", **lengths)
         check_references(references, self.drafter, self.rule)
         return self.drafter
 
@@ -321,7 +326,7 @@ class Accelerated(StandIn):
             value = getattr(config, name, None)
             value = getattr(settings, name, None) if value is None else value
             if value is not None:
-                knobs[knob] = value
+                knobs[knob] = whole(name, value) if knob == "length" else value
         key = model, assistant.tokenizer, knobs
         if self._assisted is None or any(
             mine is not given and mine != given for mine, given in zip(self._assisted[0], key, strict=True)
@@ -380,6 +385,9 @@ def accelerate(
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
+
+    Warns:
+        Note: the model's generation config searches with beams, which `generate` refuses.
     """
     model = unwrapped(model)
     with defaults():
@@ -396,4 +404,5 @@ def accelerate(
             check_for_canvas(ties, control)
             return AcceleratedCanvas(model, tokenizer, draft, rule, control, runtime, strict, layout, view)  # type: ignore
         lossy = None if view is None else view_of(view)
+        note_beams(model)
         return Accelerated(model, tokenizer, draft, rule, control, runtime, strict, lossy, ties)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from truedraft.views._layers import Without
 LONGEST = 256  # tokens of a text that the loss is computed over
 PROMPT, NEW = 128, 32  # tokens of a text that a draft continues at most, and of its continuation; published 32
 DEPTH = 8  # of the drafts; published 8
+BEHIND = 0.5  # of a goodput of interest, by which the first text is below it where no other is drafted; 1/sqrt(n) of n
 
 
 @dataclass
@@ -30,7 +33,7 @@ class TextEvaluator:
     Args:
         model: the target.
         texts: token ids of texts.
-        prompts: of the texts, for `states`.
+        prompts: of the texts, for `states`; those that do not fit the model's context are left out.
         subjects: by name, the same on texts of one subject each.
 
     Raises:
@@ -45,8 +48,11 @@ class TextEvaluator:
     def __post_init__(self) -> None:
         self.target = hosted(self.model)
         self.texts = [list(text[:LONGEST]) for text in self.texts if len(text) > 1]
+        self.prompts = [prompt for prompt in self.prompts if len(prompt)]
         if not self.texts:
-            raise Refused("the calibration needs texts of at least two tokens")
+            raise Refused("--data: the calibration needs texts of at least two tokens, and has none: give longer lines")
+        room = self.target.context or inf
+        self.prompts = [prompt for prompt in self.prompts if len(prompt) <= room]
 
     @property
     def layers(self) -> int:
@@ -60,26 +66,25 @@ class TextEvaluator:
         return total / self._predicted
 
     @torch.no_grad()
-    def states(self) -> Tensor:
-        target, last, states = self.target, Taps((-1,)), []
+    def states(self) -> Iterator[Tensor]:
+        target, last = self.target, Taps((-1,))
+        if not self.prompts:
+            raise Refused("--data: the calibration reads the ends of prompts, and none has a token: give other lines")
         target.check_taps(last)
         for prompt in self.prompts:
             with target.temporary_cache(1, len(prompt) + 1):
                 target.taps = last
                 scores = target.prefill([Prompt(torch.tensor(prompt, device=target.device))])
-                states.append(scores.features(0, (0,), last.hidden)[-1].float().cpu())
-        target.taps = Taps()
-        return torch.stack(states)
+                target.taps = Taps()
+                yield scores.features(0, (0,), last.hidden)[-1].float().cpu()
 
     @torch.no_grad()
-    def similarities(self) -> Tensor:
-        found = []
+    def similarities(self) -> Iterator[Tensor]:
         for layer in range(self.layers):
             later = frozenset(range(layer + 1, self.layers))
             before = self._hidden(layer + 1, Without(Reduction(later, later | {layer})))
             after = self._hidden(layer + 1, Without(Reduction(later, later)))
-            found.append(cosine_similarity(before, after, -1))
-        return torch.stack(found)
+            yield cosine_similarity(before, after, -1)
 
     def _hidden(self, layer: int, view: View) -> Tensor:
         """(tokens, H) fp32 hidden states of a layer, numbered as in `Taps`, at the tokens of the texts."""
@@ -109,13 +114,16 @@ class TextEvaluator:
             target.prefill([Prompt(torch.tensor(text[:1], device=target.device))])
             return target.score([DraftTree.chain(text[0], text[1:-1])], view)
 
-    def goodput(self, view: View) -> float:
+    def goodput(self, view: View, least: float = 0.0) -> float:
         fast = accelerate(self.model, draft=SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1), control="fixed")
         emitted, read, share = 0, 0.0, self.target.share(view)
-        for text in self.texts:
+        settings: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, stop_strings=None)
+        for number, text in enumerate(self.texts, 1):
             prompt = torch.tensor([text[:PROMPT]], device=self.target.device)
-            fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+            fast.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
             report = fast.report()
             emitted += report.tokens
             read += report.row_passes + share * sum(e.offered for p in report.passes for e in p.emitted)
+            if emitted / read < least * (1 - BEHIND / number**0.5):
+                break
         return emitted / read

@@ -29,6 +29,8 @@ class Card:
     needs: requirements beyond the target ("references", "training", "MTP layers").
     cannot: target family -> why it is not supported.
     presets: name -> knobs, for published variants.
+    lacks: own name or a preset's -> which part of its paper is here, and what is not; reports say so.
+    also: name of a paper or another project's -> what there is here for it, empty where that is this method itself.
     published: the paper's own figures; those measured here are in `benchmarks/results/methods.json`.
     """
 
@@ -38,7 +40,20 @@ class Card:
     needs: tuple[str, ...] = ()
     cannot: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
     published: str = ""
+
+
+NO_CARD = Card("none", "None was given.", "none")  # of a part of a caller's own
+
+
+def lacking(part: Any) -> list[str]:
+    """The sentence of a report on what a method, by the name by which it was asked for, lacks of its paper; none where
+    it lacks nothing."""
+    lacks, own = getattr(part, "card", NO_CARD).lacks, method_name(part)
+    name = asked if (asked := vars(part).get("asked", own)) in lacks else own
+    return [f"{name} holds a part of its paper: {lacks[name]}"] if name in lacks else []
 
 
 @dataclass(frozen=True)

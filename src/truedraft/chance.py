@@ -40,6 +40,10 @@ class Chance(Protocol):
         """
         ...
 
+    def draw_each(self, laws: Tensor, row: Row, counts: Sequence[int]) -> list[list[int]]:
+        """So many tokens from each of some (k, V) laws, as `draw` draws them with replacement."""
+        return [self.draw(law, row, count) for law, count in zip(laws, counts, strict=True)]
+
     def wait(self, row: Row) -> float:
         """A waiting time, exponentially distributed with mean 1, by fresh noise."""
         ...
@@ -132,6 +136,13 @@ class StreamNoise(Chance):
     def draw(self, law: Tensor, row: Row, count: int = 1, distinct: bool = False) -> list[int]:
         most = min(count, int(law.count_nonzero())) if distinct else count
         return torch.multinomial(law, most, replacement=not distinct).tolist()
+
+    def draw_each(self, laws: Tensor, row: Row, counts: Sequence[int]) -> list[list[int]]:
+        below = laws.double().cumsum(-1)
+        whole = below[:, -1:]
+        at = torch.rand(len(counts), max(counts), dtype=torch.float64, device=laws.device) * whole
+        found = torch.searchsorted(below, at.minimum(whole.nextafter(torch.zeros_like(whole))), right=True).tolist()
+        return [tokens[:count] for tokens, count in zip(found, counts, strict=True)]
 
     def wait(self, row: Row) -> float:
         return float(torch.empty(()).exponential_(1))

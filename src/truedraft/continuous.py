@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
 from truedraft.call.arguments import Document, check_arguments, check_settings, for_decode_loop, noise_of, sources_of
+from truedraft.call.numbers import named
 from truedraft.call.outcome import cut
 from truedraft.call.prepared import Call, Prepared, request_of
 from truedraft.call.surroundings import also_exclusive, defaults, exclusive
@@ -167,8 +168,8 @@ class ContinuousEngine:
             raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
         if prompt_logprobs is not None and self._target.granularity is None:
             raise Refused(
-                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without "
-                "probabilities of its tokens: leave it out"
+                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities "
+                "of its tokens: leave it out"
             )
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         call = Call(
@@ -207,7 +208,8 @@ class ContinuousEngine:
             self._check_first()
             kwargs = for_decode_loop(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
-            added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
+            with named(kwargs, self.model):
+                added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
             self._waiting.append(added)
         return added
 

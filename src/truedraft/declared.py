@@ -19,11 +19,12 @@ class Declared:
 
     knobs: a dataclass with the fields of the method's class and the ranges of numbers; forms of text are not read, and
         defaults that are no literals are None.
-    presets: name -> knobs, as on the card.
+    presets, also: as on the card.
     """
 
     knobs: type
     presets: Mapping[str, Mapping[str, Any]]
+    also: Mapping[str, str]
 
 
 @cache
@@ -45,10 +46,11 @@ def declared(module: str) -> Declared:
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and not _of_class(line.annotation)
     ]
-    presets = {word.arg: word.value for word in card.keywords}.get("presets")
+    given = {word.arg: word.value for word in card.keywords}
+    presets, also = (ast.literal_eval(given[field]) if field in given else {} for field in ("presets", "also"))
     knobs = make_dataclass(node.name, fields)
     knobs.__module__ = module  # the name in messages
-    return Declared(knobs, ast.literal_eval(presets) if presets else {})
+    return Declared(knobs, presets, also)
 
 
 def _card(node: ast.ClassDef) -> ast.Call | None:

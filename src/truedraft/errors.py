@@ -15,6 +15,10 @@ class NoRoom(Refused):
     """There is not enough memory for the rows and positions requested."""
 
 
+class Broken(Refused):
+    """The model or what it runs on is at fault, and no setting of the call."""
+
+
 class Note(UserWarning):
     """Information for the user that changes no result; the command line prints it on stderr."""
 

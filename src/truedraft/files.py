@@ -1,4 +1,4 @@
-"""Reading the lines of a file, and writing one whole or not at all."""
+"""Reading the lines of a file, writing one whole or not at all, and checking beforehand that this will be possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: it cannot be written; an earlier file of that name is kept.
     """
     path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    part = _part(path)
     try:
         replaces = path.exists()
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if replaces else 0o666))
@@ -38,6 +38,66 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def _part(path: Path) -> Path:
+    """A name for a file while it is written."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def check_file(path: Path, name: str) -> None:
+    """Check, before any work, that `replacing` can write a file. Nothing is left behind.
+
+    name: of the path in messages, as in "--out PATH".
+
+    Raises:
+        Refused: it cannot; the message gives the reason.
+    """
+    with _explained(name):
+        if path.is_dir():
+            raise Refused(f"{name} is a folder: name a file")
+        if path.exists() and not path.is_file():
+            raise Refused(f"{name} is not a regular file: name another")
+        real = Path(os.path.realpath(path))
+        if not real.parent.is_dir():
+            raise Refused(f"{name}: {real.parent} is no folder that can be written: name a file in one that exists")
+        _try_in(real)
+
+
+def check_folder(path: Path, name: str) -> None:
+    """As `check_file`, for a folder, which is made with the folders above it where there is none."""
+    with _explained(name):
+        if path.exists() and not path.is_dir():
+            raise Refused(f"{name} is not a folder: name another")
+        real = Path(os.path.realpath(path))
+        missing = [folder for folder in (real, *real.parents) if not folder.exists()]
+        made: list[Path] = []
+        try:
+            for folder in reversed(missing):
+                folder.mkdir()
+                made.append(folder)
+            _try_in(real / "part")
+        finally:
+            for folder in reversed(made):
+                folder.rmdir()
+
+
+def _try_in(path: Path) -> None:
+    """Make and remove the file that `path` would be while it is written."""
+    part = _part(path)
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    part.unlink()
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Within the block, what the system says of a path is a refusal."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null in a name
+        if isinstance(error, Refused):
+            raise
+        raise Refused(f"{name} cannot be written: {why(error)}; name another place") from error
 
 
 @contextlib.contextmanager

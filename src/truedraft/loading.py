@@ -16,7 +16,9 @@ from truedraft import assets
 from truedraft.canvas.layout import SUBSETS, declares
 from truedraft.errors import Note, Refused, why
 from truedraft.runtime import QUANTIZED, checkpoints
+from truedraft.runtime.checkpoints import adapters, ends
 from truedraft.targets import kinds
+from truedraft.targets.unwrapping import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +35,8 @@ REMEDY = "download or save the model anew, with the config.json of these weights
 
 
 def load(
-    name: str,
-    dtype: str = "auto",
+    name: str | Path,
+    dtype: str | torch.dtype = "auto",
     quantize: str | None = None,
     argument: str = "MODEL",
     reads_sources: str | None = None,
@@ -43,12 +45,13 @@ def load(
 
     Embedded models run on the CPU, in float32 by default; others on the GPU where there is one; any on the device that
     its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to "int8" or "int4".
-    Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF.
+    Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF. A
+    folder that has only an adapter of PEFT is loaded with the model that it names, into which the adapter is merged.
 
     Args:
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
-        dtype: "auto", "float32", "bfloat16" or "float16"; of the activations of quantised checkpoints, whose float16
-            is float32 by default.
+        dtype: "auto", "float32", "bfloat16" or "float16", or one of torch; of the activations of quantised
+            checkpoints, whose float16 is float32 by default.
         quantize: "int8" or "int4".
         argument: the argument's name in messages.
         reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.
@@ -58,9 +61,12 @@ def load(
             checkpoint that lacks weights of its model.
 
     Warns:
-        Note: the checkpoint has tensors that its model does not use.
+        Note: the checkpoint has tensors that its model does not use; or it is quantised, and predicts no text.
     """
+    name, dtype = str(name), _named(dtype)
     source, whole = check(name, dtype, quantize, argument), f"{argument} {name!r}"
+    if isinstance(source, Path) and adapters.is_adapter(source):
+        return _with_adapter(source, name, dtype, quantize, argument, reads_sources)
     import transformers
     from transformers import AutoTokenizer
 
@@ -69,10 +75,12 @@ def load(
     folder, options = checkpoints.place(source)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
+        checkpoints.complete(source, config)
         _check_generative(whole, config, reads_sources)
         _check_tokenizer(whole, source)
         side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
         tokenizer = AutoTokenizer.from_pretrained(folder, **side, **options)
+        stored = checkpoints.is_quantised(source, config)
         quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
         if quantised is not None:
             model: Any = _with_integers(quantised, config, whole, source, dtype)
@@ -86,11 +94,73 @@ def load(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = model.to(device).eval()
+    if kind_by(config.to_dict()) == "text":
+        ends.complete(model, tokenizer, config, every=isinstance(source, Path) and checkpoints.is_gguf(source))
+        if stored and not kinds.reads_sources(config):
+            from truedraft.runtime.checkpoints.sanity import check_predictions
+
+            check_predictions(model, tokenizer, whole)
     if quantize is not None:
         from truedraft.runtime.quantize import quantize as quantized
 
         quantized(model, quantize)
     return model, tokenizer
+
+
+def _with_adapter(
+    folder: Path, name: str, dtype: str, quantize: str | None, argument: str, reads_sources: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that an adapter of PEFT names, with the adapter merged into its weights where these are plain."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from truedraft.runtime.quantize import quantize as quantized
+
+    whole, base = f"{argument} {name!r}", _base_of(folder, name, argument)
+    adapters.check_installed(whole)
+    from peft import PeftModel
+
+    model, tokenizer = load(base, dtype, None, f"{whole}: its base model", reads_sources)
+    try:
+        if _has_tokenizer(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config, padding_side=tokenizer.padding_side)
+        wrapped: Any = PeftModel.from_pretrained(model, str(folder)).eval()
+        layered = unwrapped(wrapped)
+        plain = not any(hasattr(parameter, "qdata") for parameter in model.parameters())
+        made = wrapped.merge_and_unload(safe_merge=True) if plain else layered
+    except Refused:
+        raise
+    except Exception as e:  # a damaged folder makes the loaders raise any exception
+        raise _unloadable(name, argument, folder, e) from e
+    with contextlib.suppress(OSError):  # it has none
+        made.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends.complete(made, tokenizer, made.config)
+    if quantize is not None:
+        quantized(made, quantize)
+    return made, tokenizer
+
+
+def _base_of(folder: Path, name: str, argument: str) -> str:
+    """The name of the model that an adapter belongs to, on the device that the adapter's own name ends with."""
+    _, device = split(name)
+    base = adapters.base_of(folder, f"{argument} {name!r}")
+    return base if device is None else f"{base}@{device}"
+
+
+def model_of(source: Path | str, name: str, argument: str) -> Path | str:
+    """Where the weights of a model are: of an adapter, those of the model that it names.
+
+    Raises:
+        Refused: as `source_of`.
+    """
+    while isinstance(source, Path) and adapters.is_adapter(source):
+        source = source_of(adapters.base_of(source, f"{argument} {name!r}"), f"{argument} {name!r}: its base model")
+    return source
+
+
+def _named(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check(name: str, dtype: str = "auto", quantize: str | None = None, argument: str = "MODEL") -> Path | str:
@@ -166,6 +236,8 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         Refused: no such tokenizer, or a damaged one.
     """
     source = source_of(name, argument, whole=False)
+    if isinstance(source, Path) and not _has_tokenizer(source):
+        source = model_of(source, name, argument)
     folder, options = checkpoints.place(source)
     from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -184,7 +256,9 @@ def config_of(source: Path | str) -> Any:
     import transformers
 
     folder, options = checkpoints.place(source)
-    return transformers.AutoConfig.from_pretrained(folder, **options)
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    checkpoints.complete(source, config)
+    return config
 
 
 def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path | str, dtype: str) -> PreTrainedModel:
@@ -272,7 +346,9 @@ def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
         return assets.path(name)
     folder = Path(name).expanduser()
     if folder.exists():
-        if whole and not checkpoints.is_gguf(folder):
+        if whole and adapters.is_adapter(folder):
+            model_of(folder, name, argument)
+        elif whole and not checkpoints.is_gguf(folder):
             _check_config(folder, f"{argument} {name!r} is no model of transformers")
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -295,12 +371,12 @@ def _check_config(folder: Path, no_model: str) -> None:
 
 def _check_tokenizer(model: str, source: Path | str) -> None:
     """Raises Refused where a folder has none: the messages of transformers are unclear there."""
-    if (
-        isinstance(source, Path)
-        and source.is_dir()
-        and not any(found for name in TOKENIZERS for found in source.glob(name))
-    ):
+    if isinstance(source, Path) and source.is_dir() and not _has_tokenizer(source):
         raise Refused(f"{model} has no tokenizer: save it in the model's folder, tokenizer.save_pretrained(folder)")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(found for name in TOKENIZERS for found in folder.glob(name))
 
 
 def _check_generative(model: str, config: Any, reads_sources: str | None) -> None:

@@ -28,6 +28,30 @@ from truedraft.errors import Refused
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """A method that a spec names.
+
+    kind, name, knobs: of the method. asked: the name in the spec, which may be a preset's.
+    """
+
+    kind: str
+    name: str
+    knobs: dict[str, Any]
+    asked: str
+
+    def made(self, spec: str) -> Any:
+        """An instance, which knows by which name it was asked for (see `card.lacking`); `spec` is for messages."""
+        made = built(method(self.kind, self.name), self.name, spec, self.knobs)
+        object.__setattr__(made, "asked", self.asked)
+        return made
+
+    def check(self, spec: str) -> None:
+        """The checks of `made` for knobs, without importing the method."""
+        if self.name in _files(self.kind):
+            built(declared(_files(self.kind)[self.name]).knobs, self.name, spec, self.knobs)
+
+
+@dataclass(frozen=True)
 class Kind:
     """A kind of methods; its methods are the files of its package, in folders or not.
 
@@ -36,6 +60,7 @@ class Kind:
     title, use: heading and introduction of a list of them.
     argument: the argument of `accelerate`, and the option of commands, for such a method.
     spelling: the form of a name there.
+    models: those that take it.
     """
 
     base: str
@@ -44,8 +69,10 @@ class Kind:
     use: str
     argument: str
     spelling: str
+    models: str = "models that write one token after another"
 
 
+DIFFUSION, SUBSET = "diffusion models", "any-subset models"
 KINDS = {
     "drafters": Kind(
         "Drafter", "drafter", "Drafters", "Sources of drafts; knobs as in `NAME:knob=value`.", "draft", "NAME",
@@ -63,24 +90,25 @@ KINDS = {
         "draft", "NAME",
     ),
     "canvas.speculators": Kind(
-        "Speculator", "speculator", "Speculators of diffusion models",
-        "Canvases that later steps may reach, verified in one pass.", "draft", "NAME",
+        "Speculator", "speculator of diffusion models", "Speculators of diffusion models",
+        "Canvases that later steps may reach, verified in one pass.", "draft", "NAME", DIFFUSION,
     ),
     "canvas.subsets": Kind(
         "SubsetDrafter", "drafter of any-subset models", "Drafters of any-subset models",
-        "Tokens at masked positions, verified in one pass.", "draft", "NAME",
+        "Tokens at masked positions, verified in one pass.", "draft", "NAME", SUBSET,
     ),
     "canvas.policies": Kind(
-        "Policy", "policy", "References of diffusion models", "Step-by-step decoding: which positions a step fixes.",
-        "rule", "NAME",
+        "Policy", "policy of diffusion models", "References of diffusion models",
+        "Step-by-step decoding: which positions a step fixes.", "rule", "NAME", DIFFUSION,
     ),
     "canvas.policies.lossy": Kind(
-        "Policy", "lossy policy", "Lossy policies of diffusion models",
+        "Policy", "lossy policy of diffusion models", "Lossy policies of diffusion models",
         "More positions per step than step-by-step decoding fixes: another text; only by explicit choice.",
-        "rule", "lossy/NAME",
+        "rule", "lossy/NAME", DIFFUSION,
     ),
     "canvas.views": Kind(
-        "CanvasView", "canvas view", "Views of diffusion models", "Part of a canvas is computed.", "view", "lossy/NAME",
+        "CanvasView", "view of diffusion models", "Views of diffusion models", "Part of a canvas is computed.", "view",
+        "lossy/NAME", DIFFUSION,
     ),
 }  # fmt: skip
 SELF_DRAFTER = "truedraft.drafters.self_._drafter"  # drafts by any view
@@ -138,27 +166,28 @@ def method(kind: str, name: str) -> Any:
 def _unknown(kind: str, name: str) -> Refused:
     if kind == "drafters" and name in (AUTO, NONE):
         return Refused(f"draft={name!r} has no knobs: leave them out")
-    available = [*names(kind), *([*names("views"), AUTO, NONE] if kind == "drafters" else [])]
-    near = difflib.get_close_matches(name, [*available, *presets(kind)], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(available)}."
-    if kind in ("accept", "canvas.policies") and name in names(f"{kind}.lossy"):
-        hint = f"it is lossy: choose it with rule='lossy/{name}'"
-    if kind == "drafters" and "/" in name:
-        hint = f"give a draft model as draft='draft-model:model={name}', a trained head as draft='eagle3:model={name}'"
-    return Refused(f"there is no {KINDS[kind].noun} {name!r}: {hint} (`truedraft methods` lists all)")
+    answer: Refused = importlib.import_module("truedraft.answers").unknown(kind, name)
+    return answer
 
 
 @cache
 def presets(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Preset name -> (method, knobs), from the cards."""
-    own = {name: declared(module).presets for name, module in _files(kind).items()}
+    return {preset: (name, dict(knobs)) for name, (found, _) in _cards(kind).items() for preset, knobs in found.items()}
+
+
+def also(kind: str) -> dict[str, Mapping[str, str]]:
+    """Method -> names of papers and other projects and what there is here for them, from the cards."""
+    return {name: found for name, (_, found) in _cards(kind).items()}
+
+
+@cache
+def _cards(kind: str) -> dict[str, tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]]:
+    """Method -> `presets` and `also` of its card, in the order of the names; own methods are not imported."""
+    own = {name: (card.presets, card.also) for name, card in ((n, declared(m)) for n, m in _files(kind).items())}
     cards = {name: getattr(entry.load(), "card", None) for name, entry in _foreign(kind).items() if name not in own}
-    foreign = {name: card.presets for name, card in cards.items() if card is not None}
-    return {
-        preset: (name, dict(knobs))
-        for name, found in sorted({**own, **foreign}.items())
-        for preset, knobs in found.items()
-    }
+    foreign = {name: (card.presets, card.also) for name, card in cards.items() if card is not None}
+    return dict(sorted({**own, **foreign}.items()))
 
 
 def load(kind: str, spec: str, **knobs: Any) -> Any:
@@ -174,8 +203,7 @@ def load(kind: str, spec: str, **knobs: Any) -> Any:
         return compose(spec, lambda part: load(kind, part))
     if kind == "drafters" and is_view(spec):
         return _self_drafter(spec, knobs)
-    kind, name, knobs = _resolved(kind, spec, knobs)
-    return built(method(kind, name), name, spec, knobs)
+    return _wanted(kind, spec, knobs).made(spec)
 
 
 def is_view(spec: str) -> bool:
@@ -199,22 +227,23 @@ def check_lossy_view(spec: str) -> None:
     Raises:
         Refused: as `lossy_view`, but for what only the view itself checks.
     """
-    _check_views(_lossy(spec), spec)
+    for view in _lossy(spec):
+        view.check(spec)
 
 
 def canvas_view(spec: str) -> str:
     """The view of `lossy/NAME`, which a diffusion model generates under, as `load` and `check` take it; raises Refused
     for another form."""
-    if not spec.startswith("lossy/"):
+    if spec.partition(":")[0] in (*names("canvas.views"), *presets("canvas.views")):
         raise Refused(f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}'")
     return spec.removeprefix("lossy/")
 
 
-def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names and knobs of the views in a spec that begins with `lossy/`."""
+def _lossy(spec: str) -> list[Wanted]:
+    """The views in a spec that begins with `lossy/`."""
     name = spec.removeprefix("lossy/")
     if not is_view(name):
-        raise _unknown("views", name.partition(":")[0])
+        raise _unknown("views", name.partition(":")[0].partition("+")[0].strip())
     if name == spec:
         raise Refused(
             f"view={spec!r} is an approximation of the model: choose it with view='lossy/{spec}', or let it draft for "
@@ -226,17 +255,9 @@ def _lossy(spec: str) -> list[tuple[str, dict[str, Any]]]:
     return sides
 
 
-def _check_views(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> None:
-    for name, own in sides:
-        if name in _files("views"):
-            built(declared(_files("views")[name]).knobs, name, spec, own)
-        elif name not in _foreign("views"):
-            raise _unknown("views", name)
-
-
-def _view(sides: Sequence[tuple[str, dict[str, Any]]], spec: str) -> Any:
-    """The view of these names and knobs, all of them as one."""
-    views = [built(method("views", name), name, spec, own) for name, own in sides]
+def _view(sides: Sequence[Wanted], spec: str) -> Any:
+    """The view of a spec, all of them as one."""
+    views = [side.made(spec) for side in sides]
     if len(views) == 1:
         return views[0]
     return importlib.import_module("truedraft.views._together").Together(tuple(views))
@@ -250,21 +271,21 @@ def _self_drafter(spec: str, knobs: Mapping[str, Any]) -> Any:
     return built(drafter, view.name, spec, {"view": view, **drafting})
 
 
-def _sides(spec: str, knobs: Mapping[str, Any]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """The names and knobs of the views in a spec, and the knobs of their drafter.
+def _sides(spec: str, knobs: Mapping[str, Any]) -> tuple[list[Wanted], dict[str, Any]]:
+    """The views in a spec, and the knobs of their drafter.
 
     Raises:
         Refused: a knob of the drafter is given twice.
     """
     drafts = set(signature(declared(SELF_DRAFTER).knobs).parameters) - {"view"}
-    sides: list[tuple[str, dict[str, Any]]] = []
+    sides: list[Wanted] = []
     drafting: dict[str, Any] = {}
     for i, side in enumerate(spec.split("+")):
-        _, name, given = _resolved("views", side.strip(), knobs if i == 0 else {})
-        if twice := sorted(drafts & drafting.keys() & given.keys()):
+        view = _wanted("views", side.strip(), knobs if i == 0 else {})
+        if twice := sorted(drafts & drafting.keys() & view.knobs.keys()):
             raise Refused(f"{shown(spec)} gives {twice[0]} twice: its views share one drafter, give it once")
-        drafting |= {key: given.pop(key) for key in drafts & given.keys()}
-        sides.append((name, given))
+        drafting |= {key: view.knobs.pop(key) for key in drafts & view.knobs.keys()}
+        sides.append(view)
     return sides, drafting
 
 
@@ -280,25 +301,27 @@ def check(kind: str, spec: str) -> None:
             check(kind, side)
     elif kind == "drafters" and is_view(spec):
         views, drafting = _sides(spec, {})
-        _check_views(views, spec)
+        for view in views:
+            view.check(spec)
         built(declared(SELF_DRAFTER).knobs, spec, spec, {"view": None, **drafting})
     elif kind != "drafters" or spec not in (AUTO, NONE):
-        kind, name, knobs = _resolved(kind, spec, {})
-        if name in _files(kind):
-            built(declared(_files(kind)[name]).knobs, name, spec, knobs)
-        elif name not in _foreign(kind):
-            raise _unknown(kind, name)
+        _wanted(kind, spec, {}).check(spec)
 
 
-def _resolved(kind: str, spec: str, knobs: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The kind, name and knobs of a spec, which may name a lossy rule or a preset."""
+def _wanted(kind: str, spec: str, knobs: Mapping[str, Any]) -> Wanted:
+    """The method of a spec, which may name a lossy rule or a preset.
+
+    Raises:
+        Refused: the kind has no such name, or the spec has another form.
+    """
     if kind in ("accept", "canvas.policies") and spec.startswith("lossy/"):
         kind, spec = f"{kind}.lossy", spec.removeprefix("lossy/")
-    name, given = parsed(spec)
-    preset: Mapping[str, Any] = {}
-    if name not in names(kind) and name in (by_name := presets(kind)):
-        name, preset = by_name[name]
-    return kind, name, {**preset, **knobs, **given}
+    name = spec.partition(":")[0]
+    if name not in names(kind) and name not in presets(kind):
+        raise _unknown(kind, name)
+    _, given = parsed(spec)
+    method, preset = (name, {}) if name in names(kind) else presets(kind)[name]
+    return Wanted(kind, method, {**preset, **knobs, **given}, name)
 
 
 def split(spec: str) -> tuple[str, list[str]]:
@@ -312,6 +335,8 @@ def split(spec: str) -> tuple[str, list[str]]:
         if sign in spec:
             sides = [side.strip() for side in spec.split(sign)]
             if not all(sides):
+                if importlib.import_module("truedraft.answers").answers(name := spec.partition(":")[0]):
+                    raise _unknown("drafters", name)  # a paper, such as specdec++
                 raise Refused(f"draft={spec!r}: there is no drafter on one side of {sign!r}")
             if sign == "+" and len(views := [side for side in sides if _of_view(side)]) > 1:
                 if any("<" in view for view in views[:-1]):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from truedraft.accept._base import AttributingRule, Rule
 from truedraft.accept._ties import NearTies
+from truedraft.card import lacking
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
@@ -23,7 +24,9 @@ def new_report(target: Target, drafter: Drafter, rule: Rule, control: Control, s
         name_of(drafter), name_of(rule), guarantee_of(target, rule), name_of(control), target.runtime, dtype=dtype,
         reference=_reference(target, rule, dtype), seconds=seconds,
     )  # fmt: skip
-    report.notes += drafter.notes
+    report.notes += [*drafter.notes, *lacking(rule)]
+    if target.view is not None:
+        report.notes += [*target.view.notes, *target.fitting(target.view)]
     lossy = [name_of(rule)] if rule.guarantee == "none" else []
     lossy += [] if target.view is None else [target.view.lossy]
     report.notes += [f"{name} is lossy: this is not the text that the model alone would generate" for name in lossy]

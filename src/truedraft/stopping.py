@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -72,5 +73,5 @@ def ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
 
 
 def longest(criteria: StoppingCriteriaList) -> int:
-    """The length, prompt included, at which every row has ended."""
-    return min(c.max_length for c in criteria if isinstance(c, sc.MaxLengthCriteria))
+    """The length, prompt included, at which every row has ended: the first that reaches a limit, perhaps a float."""
+    return math.ceil(min(c.max_length for c in criteria if isinstance(c, sc.MaxLengthCriteria)))

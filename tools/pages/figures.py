@@ -175,6 +175,34 @@ def shared_drafters(part: str) -> list[str]:
     )  # fmt: skip
 
 
+def trained_heads() -> list[str]:
+    """Tokens per pass of heads of the same training, by kind of text, greedy and sampled."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in _results("trained_heads"):
+        found.setdefault((one["method"], one["way"]), []).append(one)
+    kinds = [("story", "stories"), ("python", "Python"), ("edit", "edits")]
+    lines = []
+    for (method, way), rows in sorted(found.items()):
+        by = {(row["kind"], row["sampled"]): _rounded(row["mean_acceptance_length"]) for row in rows}
+        cells = [f"{by[kind, False]}, {by[kind, True]}" for kind, _ in kinds]
+        lines.append([f"`{method}`", f"{rows[0]['weights']:,}", str(rows[0]["steps"]), way, *cells])
+    return _table(["drafter", "weights", "steps", "draft", *(text for _, text in kinds)], lines)
+
+
+def head_passes() -> list[str]:
+    """How many times as long drafts of GliDe take by passes in torch as by compiled ones."""
+    return _table(
+        ["`nano`", "dtype", "a draft", "a step of decoding"],
+        [
+            [
+                one["size"].replace("as-is", "as it is").replace("B", " B"), one["dtype"],
+                *(f"{one['ratios'][what]:.1f}x" for what in ("draft", "step")),
+            ]
+            for one in _results("head_passes")
+        ],
+    )  # fmt: skip
+
+
 def draft_training() -> list[str]:
     """Tokens per pass of draft models of one shape by the losses that trained them."""
     ways = ("greedy", "seeded", "rejection")

@@ -57,7 +57,7 @@ def restrictions(kind: str, name: str) -> Iterator[str]:
     for target, reason in method.card.cannot.items():
         yield f"not for {target} targets: {reason}"
     if getattr(method, "learner", None) is not None and "training" in method.card.needs:
-        yield "drafts only for the target that it was trained for"
+        yield "drafts for the target that it was trained for, or one of the same sizes and tokens"
     if getattr(method, "autoregressive", False):
         yield "each level of a draft costs a pass of the draft model"
     if kind.startswith("accept"):
@@ -96,6 +96,11 @@ def section(kind: str, name: str) -> list[str]:
     if card.presets:
         shown = ", ".join(f"`{p}` ({', '.join(f'{k}={v}' for k, v in kn.items())})" for p, kn in card.presets.items())
         lines += ["", f"Presets: {shown}."]
+    for one, lacks in card.lacks.items():
+        lines += ["", f"**A part of its paper:** `{one}`: {lacks}."]
+    if card.also:
+        shown = [f"`{other}`" + (f" ({answer})" if answer else "") for other, answer in card.also.items()]
+        lines += ["", f"Also for: {', '.join(shown)}."]
     if found := knobs(method):
         lines += ["", "Knobs:", "", *found]
     return [*lines, ""]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterable
 from typing import Any
 
 from truedraft.serve.config import ServeConfig
+from truedraft.serve.peers import ABSENT, ABSENT_IN_CHAT, REASONING, SPELLED, Absent
 from truedraft.serve.protocol import NO_EFFECT, REFUSED, ChatBody, CompletionBody
 
 GROUPS = {
@@ -42,8 +45,35 @@ def parameters() -> list[str]:
         "chat": [name for name in ChatBody.model_fields if name not in both],
     }
     lines = ["| honoured in | parameters |", "|---|---|"]
-    lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in kinds.items()]
+    lines += [f"| {kind} | {_listed(names)} |" for kind, names in kinds.items()]
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
     lines += ["", "| without effect | why |", "|---|---|"]
-    return lines + [f"| `{name}` | {reason} |" for name, reason in NO_EFFECT.items()]
+    lines += [f"| {_listed(names)} | {reason} |" for reason, names in _inverted(NO_EFFECT).items()]
+    lines += ["", "| other name | means |", "|---|---|"]
+    lines += [f"| {_listed(names)} | `{target}` |" for target, names in _inverted(SPELLED).items()]
+    lines += [f"| {_listed(REASONING)} | `reasoning_effort` or `enable_thinking`, by its value |"]
+    lines += ["", "| of other servers, accepted at | at other values refused |", "|---|---|"]
+    lines += [f"| {_listed(names)} | {remedy} |" for remedy, names in _neutral(ABSENT).items()]
+    chat = _neutral(ABSENT_IN_CHAT).items()
+    return lines + [f"| {_listed(names)}, in chat | {remedy} |" for remedy, names in chat]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _inverted(table: dict[str, str]) -> dict[str, list[str]]:
+    """What a table says -> the names about which it says so."""
+    return {text: [name for name, other in table.items() if other == text] for text in table.values()}
+
+
+def _neutral(absent: dict[str, Absent]) -> dict[str, list[str]]:
+    """Remedy -> names, with the values that ask for nothing, for all but null."""
+    shown = {
+        name: name + "".join(f"={json.dumps(value)}" for value in each.neutral[:1]) for name, each in absent.items()
+    }
+    return {
+        each.remedy: [shown[name] for name, other in absent.items() if other.remedy == each.remedy]
+        for each in absent.values()
+    }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.chance import Chance
-from truedraft.errors import Refused
+from truedraft.errors import Broken
 from truedraft.sampling import Laws
 from truedraft.stopping import Stops
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
@@ -239,6 +239,6 @@ def first_children(tree: DraftTree) -> list[int]:
 
 
 def _check(token: int) -> None:
-    """Raises Refused for -1, the token of scores that are NaN."""
+    """Raises Broken for -1, the token of scores that are NaN."""
     if token < 0:
-        raise Refused("the target's logits are NaN: check its weights and dtype (float16 overflows)")
+        raise Broken("the target's logits are NaN: check its weights and dtype (float16 overflows)")

@@ -28,6 +28,11 @@ class MultiRound(NodeRule):
         paper="arXiv 2305.09781 (2023)",
         idea="Accept each sibling with min(1, p/q); after a rejection verify the next against the residual law.",
         family="rejection",
+        also={
+            "specinfer": "its verification of trees is rule='multi-round'; draft='gumbel-top-k:model=NAME' draws trees "
+            "for it, and a '+' between drafters merges theirs",
+            "recursive-rejection-sampling": "",
+        },
     )
     guarantee: ClassVar[Guarantee] = "distribution"
     samples: ClassVar[bool] = True

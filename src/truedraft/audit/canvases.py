@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from truedraft.audit.precise import Precise
-from truedraft.audit.tokens import FAR, Audit, Divergence, Mode, finished
+from truedraft.audit.tokens import FAR, Audit, Divergence, Mode, Progress, finished, runs_of
 from truedraft.canvas._base import Canvas, CanvasRow, Fixed, Policy, Predictions
 from truedraft.canvas.accelerated import AcceleratedCanvas
 from truedraft.canvas.engine import CanvasEngine
@@ -93,7 +93,7 @@ class Oracle:
 def audit_canvases(
     model: Any, tokenizer: Any, sides: Mapping[str, AcceleratedCanvas], prompts: Sequence[str], name: str = "",
     tokens: int = 64, batches: Sequence[int] = (1, 4), modes: Sequence[Mode] = (Mode(False), Mode(True)),
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> Audit:  # fmt: skip
     """Compare accelerated diffusion models with their step-by-step decoding; arguments as `tokens.audit`.
 
@@ -103,34 +103,33 @@ def audit_canvases(
     first = next(iter(sides.values()))
     oracle = Oracle(model, first.layout, getattr(first.target, "unmasked", False))
     found = Audit(name, str(model.dtype).removeprefix("torch."), oracle.precise.dtype, first.target.runtime)
-    found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
-    found.prompts = len(prompts)
+    found.drafters, found.prompts = list(sides), len(prompts)
+    runs = runs_of(prompts, batches, modes, len(sides))
+    found.texts = len(sides) * sum(len(run.texts) for run in runs)
     with finished(found):
-        for mode in modes:
-            given: dict[str, Any] = {"max_new_tokens": tokens, "seed": mode.seed, "do_sample": mode.sample}
-            if mode.sample:
-                given["temperature"] = mode.temperature
-            for batch in batches:
-                for start in range(0, len(prompts), batch):
-                    texts = list(prompts[start : start + batch])
-                    where = f"{mode}, prompts {start + 1} to {start + len(texts)}"
-                    progress(f"{where}: the model alone")
-                    inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
-                    settings = settings_of(model, first.layout, inputs.input_ids.shape[1], given)
-                    lines = prompts_of(inputs.input_ids, inputs.attention_mask, first.layout, first.target.vocabulary)
-                    watched = Watched(first.policy)
-                    expected = [oracle.row(watched, line, i, settings) for i, line in enumerate(lines)]
-                    if watched.wrong is not None:
-                        step, (_, stated), (_, did) = watched.wrong[0], min(watched.wrong[1]), min(watched.wrong[2])
-                        found.found.append(Divergence(
-                            "order of fixing", str(mode), len(texts), start, step, stated, did, None, oracle.noise, 0.0,
-                            "bug",
-                        ))  # fmt: skip
-                    for drafter, side in sides.items():
-                        progress(f"{where}: {drafter}")
-                        for row, facts in _compared(side, oracle, inputs, given, settings, expected, found):
-                            place = dict(drafter=drafter, mode=str(mode), batch=len(texts), prompt=start + row)
-                            found.found.append(Divergence(**place, noise=oracle.noise, **facts))  # type: ignore[arg-type]
+        for run in runs:
+            run.show(progress, 0, "the model alone")
+            given: dict[str, Any] = {"max_new_tokens": tokens, "seed": run.mode.seed, "do_sample": run.mode.sample}
+            if run.mode.sample:
+                given["temperature"] = run.mode.temperature
+            inputs = tokenizer(run.texts, return_tensors="pt", padding=len(run.texts) > 1, padding_side="left")
+            settings = settings_of(model, first.layout, inputs.input_ids.shape[1], given)
+            lines = prompts_of(inputs.input_ids, inputs.attention_mask, first.layout, first.target.vocabulary)
+            watched = Watched(first.policy)
+            expected = [oracle.row(watched, line, i, settings) for i, line in enumerate(lines)]
+            found.noise = oracle.noise
+            if watched.wrong is not None:
+                step, (_, stated), (_, did) = watched.wrong[0], min(watched.wrong[1]), min(watched.wrong[2])
+                found.found.append(Divergence(
+                    "order of fixing", str(run.mode), len(run.texts), run.start, step, stated, did, None, oracle.noise,
+                    0.0, "bug",
+                ))  # fmt: skip
+            for number, (drafter, side) in enumerate(sides.items(), 1):
+                run.show(progress, number, drafter)
+                apart = list(_compared(side, oracle, inputs, given, settings, expected, found))
+                found.count(drafter, run, [len(reference.text) for reference in expected])
+                place = dict(drafter=drafter, mode=str(run.mode), batch=len(run.texts), noise=oracle.noise)
+                found.found += [Divergence(**place, prompt=run.start + row, **facts) for row, facts in apart]  # type: ignore[arg-type]
     found.noise = oracle.noise
     return found
 
@@ -147,7 +146,6 @@ def _compared(
             **given,
         )  # fmt: skip
     for index, (reference, row) in enumerate(zip(expected, rows, strict=True)):
-        found.tokens += len(reference.text)
         steps = list(zip_longest(reference.taken, row.taken))
         at = next((i for i, (one, other) in enumerate(steps) if one != other), None)
         error = wrong.get(index, 0.0)

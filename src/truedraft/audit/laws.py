@@ -12,7 +12,7 @@ distribution instead, without sampling error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.generation.logits_process import (
 
 from truedraft import registry
 from truedraft.accelerated import accelerate
+from truedraft.audit.tokens import Progress
 from truedraft.audit.tracer import Tracer
 from truedraft.drafters._base import Drafter
 from truedraft.tree import Draws
@@ -85,7 +86,7 @@ def law_audit(
     texts: int = 128,
     tokens: int = 12,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> list[Law]:
     """Test every rule of guarantee `distribution`, each with drafts of up to two kinds that it accepts.
 
@@ -94,34 +95,48 @@ def law_audit(
         texts: texts sampled from each of the first two prompts.
         tokens: most tokens per text.
         seed: seed of the noise, which depends on row and position.
+        progress: called before each test.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; its `finished` is the list of the tests before it.
     """
     names = rules or [n for n in registry.names("accept") if registry.method("accept", n).guarantee == "distribution"]
-    combinations = [(rule, drafter) for rule in names for drafter in _chosen(registry.method("accept", rule), drafters)]
-    level = ALARM / max(len(combinations) * len(SETTINGS), 1)
+    chosen = {rule: _chosen(registry.method("accept", rule), drafters) for rule in names}
+    tests = [(rule, drafter, how) for rule, several in chosen.items() for drafter in several for how in SETTINGS]
+    level = ALARM / max(len(tests), 1)
     encoded = [tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device) for prompt in prompts[:2]]
-    found = []
-    for rule, drafter in combinations:
-        fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
-        tracer: Any = Tracer(fast.drafter)
-        fast.drafter = tracer
-        for settings, values in SETTINGS.items():
-            progress(f"the law of {rule} with {drafter}, {settings}")
-            quantiles: list[Tensor] = []
-            length = 0.0
-            for number, ids in enumerate(encoded):
-                config = GenerationConfig(
-                    do_sample=True, max_new_tokens=tokens, top_k=0, num_return_sequences=texts, pad_token_id=0,
-                    eos_token_id=None, **values,
-                )  # fmt: skip
-                out = fast.generate(ids, generation_config=config, seed=seed + number)
-                quantiles.append(_quantiles(model, out, ids.shape[1], values, seed, tracer.candidates))
-                length += fast.report().mean_acceptance_length / len(encoded)
-            by_law, by_draft, top_masses = torch.cat(quantiles, 1)
-            p_value = min(2 * _p_value(by_law), 2 * _p_value(by_draft), 1.0)
-            found.append(
-                Law(rule, drafter, settings, len(top_masses), length, p_value, level, _bias(top_masses, level))
-            )
+    found: list[Law] = []
+    try:
+        for number, (rule, drafter, how) in enumerate(tests):
+            progress(f"the law of {rule} with {drafter}, {how}", number / len(tests))
+            fast = accelerate(model, tokenizer, draft=drafters[drafter], rule=rule, control="fixed")
+            length, top_masses, p_value = _tested(fast, encoded, SETTINGS[how], texts, tokens, seed)
+            found.append(Law(rule, drafter, how, len(top_masses), length, p_value, level, _bias(top_masses, level)))
+    except KeyboardInterrupt as stop:
+        stop.finished = found  # type: ignore[attr-defined]
+        raise
     return found
+
+
+def _tested(
+    fast: Any, prompts: Sequence[Tensor], values: Mapping[str, float], texts: int, tokens: int, seed: int
+) -> tuple[float, Tensor, float]:
+    """Of sampled texts: their mean acceptance length, the mass of the likeliest token at each place, and the p-value.
+
+    prompts: (1, length) ids each; the other arguments are those of `law_audit`.
+    """
+    tracer: Any = Tracer(fast.drafter)
+    fast.drafter, quantiles, length = tracer, list[Tensor](), 0.0
+    for number, ids in enumerate(prompts):
+        config = GenerationConfig(
+            do_sample=True, max_new_tokens=tokens, top_k=0, num_return_sequences=texts, pad_token_id=0,
+            eos_token_id=None, **values,
+        )  # fmt: skip
+        out = fast.generate(ids, generation_config=config, seed=seed + number)
+        quantiles.append(_quantiles(fast.model, out, ids.shape[1], values, seed, tracer.candidates))
+        length += fast.report().mean_acceptance_length / len(prompts)
+    by_law, by_draft, top_masses = torch.cat(quantiles, 1)
+    return length, top_masses, min(2 * _p_value(by_law), 2 * _p_value(by_draft), 1.0)
 
 
 def _chosen(rule: Any, drafters: Mapping[str, Drafter]) -> list[str]:

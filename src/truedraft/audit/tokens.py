@@ -74,11 +74,61 @@ class Divergence:
     kind: DivergenceKind
 
 
+Progress = Callable[[str, float], None]  # called with what runs next, and the share of the work that is done, 0 to 1
+
+
+@dataclass
+class Compared:
+    """What was compared of one way of decoding, over all modes and batch sizes.
+
+    texts: that were compared whole, or up to their first difference. tokens: of these.
+    """
+
+    drafter: str
+    texts: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch of prompts under one mode, which the model decodes alone, and then every side.
+
+    batch: the size that was requested; the last batch may have fewer texts.
+    start: the number of its first prompt, from 0.
+    done: the share of the audit that is done before it. step: the share that one of its ways of decoding is.
+    """
+
+    mode: Mode
+    batch: int
+    start: int
+    texts: list[str]
+    done: float
+    step: float
+
+    def show(self, progress: Progress, number: int, way: str) -> None:
+        """Report that its way of this number begins."""
+        first, last = self.start + 1, self.start + len(self.texts)
+        which = f"prompt {first}" if first == last else f"prompts {first} to {last}"
+        progress(f"{self.mode}, {which}: {way}", self.done + number * self.step)
+
+
+def runs_of(prompts: Sequence[str], batches: Sequence[int], modes: Sequence[Mode], sides: int) -> list[Run]:
+    """The runs of an audit of this many sides, in their order."""
+    places = [(mode, size, at) for mode in modes for size in batches for at in range(0, len(prompts), size)]
+    step = 1 / (max(len(places), 1) * (1 + sides))
+    return [
+        Run(mode, size, at, list(prompts[at : at + size]), i / len(places), step)
+        for i, (mode, size, at) in enumerate(places)
+    ]
+
+
 @dataclass
 class Audit:
     """The result of an audit.
 
-    tokens: tokens compared, over all drafters, modes and batch sizes.
+    drafters: the ways of decoding that were to be compared; compared: what was, of each that was reached.
+    modes, batches: of what was compared.
+    texts: that were to be compared, over all drafters, modes and batch sizes.
     rows: rows of logits compared.
     noise: largest error of the model's own logits, in `dtype`, against `precise`.
     worst_row: largest error of the engine's logits, in units of that noise, where texts agreed.
@@ -93,7 +143,8 @@ class Audit:
     modes: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     prompts: int = 0
-    tokens: int = 0
+    texts: int = 0
+    compared: list[Compared] = field(default_factory=list)
     rows: int = 0
     noise: float = 0.0
     worst_row: float = 0.0
@@ -105,9 +156,29 @@ class Audit:
         """Whether numerical error explains every divergence."""
         return not any(d.kind == "bug" for d in self.found)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens compared, over all drafters, modes and batch sizes."""
+        return sum(one.tokens for one in self.compared)
+
+    def of(self, drafter: str | None = None) -> dict[DivergenceKind, int]:
+        """The number of divergences by kind, of one drafter or of all."""
+        kinds = [d.kind for d in self.found if drafter in (None, d.drafter)]
+        return {kind: kinds.count(kind) for kind in ("tie", "numerics", "bug")}
+
+    def count(self, drafter: str, run: Run, tokens: Sequence[int]) -> None:
+        """Add texts that were compared, given by their numbers of tokens."""
+        if (one := next((one for one in self.compared if one.drafter == drafter), None)) is None:
+            self.compared.append(one := Compared(drafter))
+        one.texts, one.tokens = one.texts + len(tokens), one.tokens + sum(tokens)
+        self.modes += {str(run.mode)}.difference(self.modes)
+        self.batches += {run.batch}.difference(self.batches)
+
     def as_dict(self) -> dict[str, Any]:
-        counts = {kind: sum(d.kind == kind for d in self.found) for kind in ("tie", "numerics", "bug")}
-        return {**asdict(self), "divergences": counts, "exact": self.exact, "found": [asdict(d) for d in self.found]}
+        compared = [{**asdict(one), "divergences": self.of(one.drafter)} for one in self.compared]
+        return {
+            **asdict(self), "tokens": self.tokens, "compared": compared, "divergences": self.of(), "exact": self.exact,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,7 +209,7 @@ def audit(
     tokens: int = 64,
     batches: Sequence[int] = (1, 4),
     modes: Sequence[Mode] = MODES,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> Audit:
     """Compare accelerated models with the model itself.
 
@@ -148,31 +219,31 @@ def audit(
         tokens: most new tokens per prompt.
         batches: batch sizes.
         modes: how tokens are chosen.
-        progress: called with a description of what runs next.
+        progress: called before each run.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared before it.
     """
-    found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts))
+    found = Audit(name, str(model.dtype).removeprefix("torch."), "", prompts=len(prompts), drafters=list(sides))
     found.runtime = next(iter(sides.values())).target.runtime
-    found.drafters, found.modes, found.batches = list(sides), [str(mode) for mode in modes], list(batches)
+    runs = runs_of(prompts, batches, modes, len(sides))
+    found.texts = len(sides) * sum(len(run.texts) for run in runs)
     with recorded(*sides.values()), finished(found):
         precise = Precise(model)
         found.precise = precise.dtype
-        for mode in modes:
-            settings = _settings(model, mode, tokens)
-            for batch in batches:
-                for start in range(0, len(prompts), batch):
-                    texts = list(prompts[start : start + batch])
-                    progress(f"{mode}, prompts {start + 1} to {start + len(texts)}: the model alone")
-                    inputs = _encoded(tokenizer, texts, model.device)
-                    expected = _expected(model, precise, inputs, settings, mode)
-                    found.noise = max(found.noise, *expected.noise)
-                    for drafter, side in sides.items():
-                        progress(f"{mode}, prompts {start + 1} to {start + len(texts)}: {drafter}")
-                        for row, one in _compared(side, inputs, settings, mode, expected, found):
-                            place = dict(drafter=drafter, mode=str(mode), batch=len(texts), prompt=start + row)
-                            found.found.append(Divergence(**place, **one))  # type: ignore[arg-type]
+        for run in runs:
+            run.show(progress, 0, "the model alone")
+            settings, mode = _settings(model, run.mode, tokens), run.mode
+            inputs = _encoded(tokenizer, run.texts, model.device)
+            expected = _expected(model, precise, inputs, settings, mode)
+            found.noise = max(found.noise, *expected.noise)
+            for number, (drafter, side) in enumerate(sides.items(), 1):
+                run.show(progress, number, drafter)
+                place = dict(drafter=drafter, mode=str(mode), batch=len(run.texts))
+                rows = list(_compared(side, inputs, settings, mode, expected, found))
+                found.count(drafter, run, [compared for compared, _ in rows])
+                apart = [(run.start + row, one) for row, (_, one) in enumerate(rows) if one]
+                found.found += [Divergence(**place, prompt=prompt, **one) for prompt, one in apart]  # type: ignore[arg-type]
     return found
 
 
@@ -182,7 +253,7 @@ def explain(side: Accelerated, precise: Precise, inputs: dict[str, Any], tokens:
     settings = _settings(side.model, mode, tokens)
     expected = _expected(side.model, precise, inputs, settings, mode)
     with recorded(side):
-        return [one["kind"] for _, one in _compared(side, inputs, settings, mode, expected, found)]
+        return [one["kind"] for _, one in _compared(side, inputs, settings, mode, expected, found) if one]
 
 
 @contextmanager
@@ -233,7 +304,8 @@ def _expected(
 ) -> Expected:
     torch.manual_seed(mode.seed)
     generate: Any = model.generate
-    out = generate(**inputs, generation_config=settings, return_dict_in_generate=True, output_logits=True)
+    kept: dict[str, Any] = dict(return_dict_in_generate=True, output_logits=True)
+    out = generate(**inputs, generation_config=settings, stop_strings=None, **kept)
     prompts, ids = out.sequences.cpu().split([out.sequences.shape[1] - len(out.logits), len(out.logits)], 1)
     logits = torch.stack(out.logits, 1).float().cpu()
     lengths = [_ended(row.tolist(), settings.eos_token_id) for row in ids]
@@ -268,9 +340,9 @@ def _compared(
     expected: Expected,
     found: Audit,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows that differ, each with the fields of its `Divergence`."""
+    """The tokens of each row that are compared, and where it differs the fields of its `Divergence`."""
     torch.manual_seed(mode.seed)
-    ids = side.generate(**inputs, generation_config=settings)[:, expected.prompts.shape[1] :].cpu()
+    ids = side.generate(**inputs, generation_config=settings, stop_strings=None)[:, expected.prompts.shape[1] :].cpu()
     tracer: Any = side.drafter
     for row, (n, noise) in enumerate(zip(expected.lengths, expected.noise, strict=True)):
         reference, got = expected.ids[row, :n].tolist(), ids[row].tolist()
@@ -279,19 +351,19 @@ def _compared(
             (i for i, (a, b) in enumerate(zip(reference, got, strict=False)) if a != b), min(len(reference), len(got))
         )
         leaked = ids.shape != expected.ids.shape or bool((ids[row, len(got) :] != settings.pad_token_id).any())
-        same = at == len(reference) == len(got) and not leaked
+        same, compared = at == len(reference) == len(got) and not leaked, min(at + 1, n)
         rows = torch.stack(tracer.logits[row][: min(at + 1, n, len(got))]).double()
         errors = (rows - expected.precise[row][: len(rows)]).nan_to_num(0.0).abs().amax(-1)
-        found.tokens += min(at + 1, n)
         found.rows += len(rows)
         wrong = (errors > FAR * noise).nonzero()
         if not len(wrong):
             found.worst_row = max(found.worst_row, float(errors.max()) / noise)
         if same and not len(wrong):
+            yield compared, {}
             continue
         if len(wrong) and int(wrong[0]) < at:  # the row of logits is not the model's, though the token is
             at = int(wrong[0])
-        yield row, _explained(row, at, reference, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
+        yield compared, _explained(row, at, reference, got, float(errors[min(at, len(errors) - 1)]), mode, expected)
 
 
 def _explained(

@@ -13,7 +13,25 @@ from truedraft.layout import Column, Table, grouped
 
 CONFIDENT = 6  # rounds from which on the extremes contain the median with 95 % confidence
 WAY = "how the text was generated: by the model alone, the first one, or by truedraft with this drafter"
-IDENTICAL = "whether every token equals that of the model alone; where one differs there is no speed-up"
+AS_MODEL = (
+    "whether every token is that of the model alone, the first line; else how many texts have another. Where rounding "
+    "cannot explain that there is no speed-up"
+)
+AS_UNDRAFTED = (
+    "whether every token is that of plain decoding through the same passes, the line `no drafts`: drafts may never "
+    "change any"
+)
+AGREEMENT = (
+    "share of the tokens that are those of the model alone at the same place; behind the first other one few are"
+)
+KINDS = {
+    "tie": "{} at near-ties, which the rounding of this dtype decides",
+    "numerics": "{} within the errors of the logits",
+    "bug": "{} by a bug",
+    "lossy": "{} by choice, under a lossy view",
+    "sampled": "{} sampled, which are not classified",
+    "unclassified": "{} not classified",
+}
 SPEED_UP = "time of the model alone over the time of this way, in the same round: 2.00x is twice as fast"
 TOKENS_PER_SECOND = "new tokens per second, prompts' own passes included in the time"
 PASSES = "forward passes of the model; of autoregressive ones those over prompts included"
@@ -38,7 +56,11 @@ def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
     spread = "95 % interval of its median" if rounds >= CONFIDENT else f"slowest and fastest of {rounds} rounds"
     columns: list[Column[Figures]] = [
         Column("way", WAY, lambda f: f.side),
-        Column("identical", IDENTICAL, lambda f: "yes" if f.differs is None else "NO"),
+        Column(
+            "as the model", AS_MODEL, lambda f: "yes" if f.as_model else f"{sum(f.apart.values())} of {f.texts} not"
+        ),
+        Column("as no drafts", AS_UNDRAFTED, _as_undrafted),
+        Column("agreement", AGREEMENT, lambda f: "" if f.as_model else f"{f.agreement:.0%}"),
         Column("speed-up", SPEED_UP, lambda f: "" if f.speed_up is None else f"{f.speed_up[0]:.2f}x"),
         Column("from-to", f"of the speed-up: {spread}", interval),
         Column("tokens/s", TOKENS_PER_SECOND, lambda f: f"{f.tokens_per_second:.0f}"),
@@ -51,19 +73,34 @@ def speed(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
     return Table(f"Speed, {medians(rounds)}", columns, grouped(figures, label))
 
 
+def _as_model(f: Figures) -> str:
+    return "yes" if f.as_model else f"{sum(f.apart.values())} of {f.texts} not"
+
+
+def _as_undrafted(f: Figures) -> str:
+    return "" if f.as_undrafted is None else "yes" if f.as_undrafted else "NO"
+
+
+def faults(figures: Sequence[Figures]) -> list[str]:
+    """Sentences below the tables on what must not be: tokens that differ from those of the reference."""
+    return [f"{label(f)}, {f.side}: {f.differs}" for f in figures if f.differs is not None]
+
+
 def notes(figures: Sequence[Figures]) -> list[str]:
-    """Notes below the tables: differing tokens and their reference, and prompts that were shortened."""
-    differ = [f"{label(f)}, {f.side}: {f.differs}" for f in figures if f.differs is not None]
+    """Sentences below the tables: texts that differ from the model's own, and prompts that were shortened."""
     cut = {f.workload: f.cut for f in figures if f.cut}
-    apart = [f"{label(f)}, {f.side}: {f.apart}" for f in figures if f.apart is not None]
-    return (
-        differ
-        + apart
-        + [
+    return [
+        *(f"{label(f)}, {f.side}: {_apart(f)}" for f in figures if f.apart and f.differs is None),
+        *(
             f"{name}: {count} prompts are longer than the model's context allows; their ends were read."
             for name, count in cut.items()
-        ]
-    )
+        ),
+    ]
+
+
+def _apart(f: Figures) -> str:
+    kinds = ", ".join(KINDS[kind].format(count) for kind, count in f.apart.items())
+    return f"{sum(f.apart.values())} of {f.texts} texts differ from those of the model alone: {kinds}."
 
 
 def latency(figures: Sequence[Figures], rounds: int) -> Table[Figures]:
@@ -139,8 +176,8 @@ def roofline(rows: Sequence[RooflinePoint], machine: Machine) -> Table[RooflineP
         Column("bound by", "which of the two takes longer", lambda r: r.bound),
         Column("attained", "the floor as a share of the time measured", lambda r: _percent(r.attained)),
     ]
-    read, rate = machine.bandwidth / 1e9, machine.rate / 1e9
-    title = f"Latency of a pass by width; this machine reads {read:.0f} GB/s and multiplies {rate:.0f} fp32 GFLOP/s"
+    read, rate = f"{machine.bandwidth / 1e9:.0f} GB/s", f"{machine.rate / 1e9:.0f} {machine.precision} GFLOP/s"
+    title = f"Latency of a pass by width; this machine reads {read} and multiplies {rate}"
     return Table(title, columns, {"": rows})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.bench.equality import differences
+from truedraft.bench.equality import Equality, equalities
 from truedraft.bench.sides import Clock, Side
 from truedraft.bench.workloads import Item, Workload
 from truedraft.stats import Report
@@ -56,9 +56,9 @@ class Figures:
     """Figures of a side on a workload. Seconds are medians over rounds; `speed_up` is (median, low, high) against plain
     transformers in the same round, where low and high enclose the median with 95 % confidence (order statistics).
 
-    differs: where the output first differed from that of the reference; None where all tokens were equal.
-    beside_generate: texts that differ from plain transformers, by kind (tie, numerics, bug; sampled: not classified);
-        None where that is the reference.
+    differs: where the output first differed from that of the reference (`equality.py`); None where it never did.
+    texts, agreement, as_undrafted, apart: as of `Equality`.
+    as_model: whether all texts are those of the model alone.
     cut: prompts that were truncated to their end, because they were too long.
     bound: the largest possible speed-up over the same engine without drafts: mean acceptance length x cost of a plain
         pass / cost of a pass.
@@ -86,15 +86,11 @@ class Figures:
     bound: float | None = None
     runtime: str | None = None
     cut: int = 0
-    beside_generate: dict[str, int] | None = None
-
-    @property
-    def apart(self) -> str | None:
-        """Counts of texts that differ from plain transformers, as text; None where that is the reference."""
-        if self.beside_generate is None:
-            return None
-        kinds = ", ".join(f"{kind} {count}" for kind, count in self.beside_generate.items() if count)
-        return f"texts that differ from transformers: {kinds or 'none'}"
+    texts: int = 0
+    agreement: float = 1.0
+    as_undrafted: bool | None = None
+    as_model: bool = True
+    apart: dict[str, int] = field(default_factory=dict)
 
 
 def _inputs(tokenizer: Any, texts: Sequence[str], room: int | None) -> Any:
@@ -142,7 +138,7 @@ def compare(
         progress(f"{workload.name}: {side.name}, compared")
         side.fresh()
         texts.append([_once(side, inputs, settings, items, seed)[0] for items, inputs, _ in calls])
-    differs, beside = differences(sides, texts, calls, settings, progress)
+    equal = equalities(sides, texts, calls, settings, progress)
     kept: list[list[Measured]] = [[Measured() for _ in range(rounds)] for _ in sides]
     for turn in range(rounds):
         for k in _rotated(len(sides), turn):
@@ -152,8 +148,7 @@ def compare(
                 out, report, clock, seconds = _once(sides[k], inputs, settings, items, seed)
                 emitted = _emitted(out, tokenizer.pad_token_id)
                 kept[k][turn].take(clock, seconds, emitted, len(items), report)
-    found = _figures(sides, kept, differs, workload, batch, temperature)
-    return [replace(f, cut=cut, beside_generate=kinds) for f, kinds in zip(found, beside, strict=True)]
+    return [replace(f, cut=cut) for f in _figures(sides, kept, equal, workload, batch, temperature)]
 
 
 def _once(
@@ -188,7 +183,7 @@ def _emitted(new: Tensor, pad: int | None) -> int:
 def _figures(
     sides: Sequence[Side],
     kept: Sequence[Sequence[Measured]],
-    differs: Sequence[str | None],
+    equal: Sequence[Equality],
     workload: Workload,
     batch: int,
     temperature: float,
@@ -215,7 +210,8 @@ def _figures(
                 side=side.name,
                 batch=batch,
                 temperature=temperature,
-                differs=differs[k],
+                as_model=not equal[k].apart,
+                **vars(equal[k]),
                 tokens=runs[-1].tokens,
                 tokens_per_second=median(run.tokens / run.seconds for run in runs),
                 time_to_first_token=median(t for run in runs for t in run.first) if runs[0].first else None,
@@ -224,7 +220,7 @@ def _figures(
                 passes=figures.pop("passes", None),
                 mean_acceptance_length=figures.pop("mean_acceptance_length", None),
                 peak_memory=max(run.peak for run in runs),
-                speed_up=None if differs[k] else (median(ratios), *interval(ratios)),
+                speed_up=None if equal[k].differs else (median(ratios), *interval(ratios)),
                 **figures,
             )
         )

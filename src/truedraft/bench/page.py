@@ -110,7 +110,8 @@ def replayed(title: str, facts: Mapping[str, str], found: Sequence[Replayed], to
 def _speed(figures: Sequence[Figures], rounds: int) -> list[str]:
     single = " One round was measured: there are no intervals, and other load on the machine is not averaged out."
     parts = [_paragraph(TURNS + (single if rounds == 1 else "")), _section(columns.speed(figures, rounds))]
-    parts += [_paragraph(note, bad=True) for note in columns.notes(figures)]
+    parts += [_paragraph(fault, bad=True) for fault in columns.faults(figures)]
+    parts += [_paragraph(note) for note in columns.notes(figures)]
     parts += ["<h2>Speed-up over the model alone</h2>", _paragraph(
         "The dashed line is the model alone."
         + (" The thin lines are the intervals of the table." if any(map(columns.interval, figures)) else "")

@@ -9,27 +9,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from truedraft.runtime import native
+from truedraft.runtime.linears import Product
 from truedraft.runtime.native import Form
-from truedraft.runtime.weights import stored
+from truedraft.runtime.panels import panels
+from truedraft.runtime.weights import Weight, stored
 from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 1 << 20  # of multiply-adds in a sample
+ROWS, COLUMNS = 16, 1024  # of what is read; rows are a multiple
+READ = 256 << 20  # bytes that a sample of the bandwidth reads, at least; 4 GB on a GPU
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second read from memory; rate: operations per second."""
+    """bandwidth: bytes per second read from memory; rate: operations per second; precision: of what is multiplied."""
 
     bandwidth: float
     rate: float
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,27 @@ class RooflinePoint:
 class Gauge:
     """Memory bandwidth and multiply rate, sampled in turns with passes, so that the same disturbances affect both.
 
-    Read bandwidth is that of a sum over 256 MB (4 GB on a GPU). The rate is that of the best multiply-add instruction
-    for weights of `dtype` with its operands in registers, and where there is no compiled code that of a square product.
+    Read bandwidth is that of the fastest of several readers of as many bytes as a pass reads, from the caches where
+    these fit there: a sum, torch's product with a vector, and the compiled one where there is one. The rate is
+    that of the best multiply-add instruction for weights of `dtype` with its operands in registers, and where there is
+    no compiled code that of a square product. Each is the highest of the samples, for it is a limit.
+
+    Args:
+        dtype: that the passes multiply in.
+        working_set: bytes that a pass reads; None for more than caches hold.
     """
 
-    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32):
-        numbers, side = (1 << 30, 8192) if device == "cuda" else (64 << 20, 1024)
-        self._large = torch.ones(numbers, device=device)
+    def __init__(self, device: str = "cpu", dtype: torch.dtype = torch.float32, working_set: int | None = None) -> None:
+        least, side = (4 << 30, 8192) if device == "cuda" else (READ, 1024)
+        size = min(working_set or least, least)
+        large = torch.ones(ROWS * ceil(size / (4 * ROWS * COLUMNS)), COLUMNS, device=device)
+        self._bytes, self._times = large.nbytes, ceil(least / large.nbytes)
         self._square = torch.ones(side, side, device=device, dtype=dtype)
         self._library = native.library() if device == "cpu" else None
         self._form = Form.BF16 if dtype == torch.bfloat16 else Form.FLOAT
+        self._precision = PRECISIONS[dtype]
         self._settle = torch.cuda.synchronize if device == "cuda" else int
+        self._readers = _readers(large, self._library)
         self._reading: list[float] = []
         self._multiplying: list[float] = []
         self.sample()
@@ -68,10 +86,16 @@ class Gauge:
         self._multiplying.clear()
 
     def sample(self) -> None:
-        self._reading.append(self._large.nbytes / timed(lambda: (self._large.sum(), self._settle())))
+        for read in self._readers:
+            self._reading.append(self._times * self._bytes / timed(lambda read=read: self._repeat(read)))  # type: ignore
         start = time.perf_counter()
         operations = self._multiply()
         self._multiplying.append(operations / (time.perf_counter() - start))
+
+    def _repeat(self, read: Callable[[], object]) -> None:
+        for _ in range(self._times):
+            read()
+        self._settle()
 
     def _multiply(self) -> int:
         """Multiply for some milliseconds; the operations done."""
@@ -82,8 +106,18 @@ class Gauge:
         return 2 * len(self._square) ** 3
 
     def machine(self) -> Machine:
-        """Medians of the samples; at least one is required."""
-        return Machine(median(self._reading), median(self._multiplying))
+        """The limits; at least one sample is required."""
+        return Machine(max(self._reading), max(self._multiplying), self._precision)
+
+
+def _readers(large: Tensor, library: Any) -> list[Callable[[], object]]:
+    """Ways to read a matrix from front to back."""
+    vector = torch.ones(1, large.shape[1], device=large.device)
+    found: list[Callable[[], object]] = [large.sum, lambda: vector @ large.T]
+    if library is not None:
+        product = Product(library, panels(Weight(large, None, None)), torch.float32)
+        found.append(lambda: product(vector))
+    return found
 
 
 def measure_passes(
@@ -112,27 +146,38 @@ def measure_passes(
     return [{w: median(t) for w, t in kept.items()} for kept in times]
 
 
+def bytes_read(target: Target, context: int) -> int:
+    """Bytes that a pass reads behind so many positions: weights, each once, and keys and values."""
+    weights = sum(map(stored, _read_through(target)))
+    c = target.model.config.get_text_config(decoder=True)
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    return weights + 2 * c.num_hidden_layers * context * heads * _head(c) * target.dtype.itemsize
+
+
 def roofline(target: Target, machine: Machine, seconds: dict[int, float], context: int = 256) -> list[RooflinePoint]:
     """The floor of a pass and its measured time, at each measured width."""
-    model, c = target.model, target.model.config.get_text_config(decoder=True)
+    c = target.model.config.get_text_config(decoder=True)
+    weights = sum(p.numel() for p in _read_through(target))
+    attention = 4 * c.num_hidden_layers * context * c.num_attention_heads * _head(c)
+    reading, rows = bytes_read(target, context) / machine.bandwidth, []
+    for width, taken in seconds.items():
+        multiplying = width * (2 * weights + attention) / machine.rate
+        bound = "reading" if reading >= multiplying else "multiplying"
+        rows.append(RooflinePoint(width, max(reading, multiplying), taken, bound))
+    return rows
+
+
+def _read_through(target: Target) -> list[Tensor]:
+    """The weights that every pass reads: all but a table of embeddings that is no output head too."""
+    model = target.model
     table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     tied = model.get_output_embeddings().weight is table
-    read = [p for p in model.parameters() if tied or p is not table]
-    weights = sum(p.numel() for p in read)
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv = 2 * c.num_hidden_layers * context * heads * size
-    bytes_read = sum(map(stored, read)) + kv * target.dtype.itemsize
-    attention = 4 * c.num_hidden_layers * context * c.num_attention_heads * size
-    rows = []
-    for width, taken in seconds.items():
-        reading, multiplying = bytes_read / machine.bandwidth, width * (2 * weights + attention) / machine.rate
-        rows.append(
-            RooflinePoint(
-                width, max(reading, multiplying), taken, "reading" if reading >= multiplying else "multiplying"
-            )
-        )
-    return rows
+    return [p for p in model.parameters() if tied or p is not table]
+
+
+def _head(config: Any) -> int:
+    """The size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def timed(f: Callable[[], object]) -> float:

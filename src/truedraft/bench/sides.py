@@ -16,6 +16,7 @@ from truedraft import registry
 from truedraft.accelerated import Accelerated, accelerate
 from truedraft.bench.workloads import Item
 from truedraft.canvas.accelerated import AcceleratedCanvas
+from truedraft.canvas.layout import Layout
 from truedraft.stats import Pass, Report
 from truedraft.targets.kinds import prompt_length
 
@@ -70,8 +71,13 @@ class Side:
     def undrafted(self) -> bool:
         """Whether it is an accelerated model without drafts."""
         if isinstance(self.fast, AcceleratedCanvas):
-            return self.fast.speculator is None
+            return self.fast.speculator is None and not self.lossy
         return self.fast is not None and not self.fast.drafter.width
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it is a diffusion model under a view, which writes another text by choice."""
+        return isinstance(self.fast, AcceleratedCanvas) and self.fast.view is not None
 
     @property
     def coarse(self) -> bool:
@@ -114,14 +120,21 @@ def _canvas_side(name: str, fast: AcceleratedCanvas, alone: bool = False) -> Sid
     return Side(name, run, fast=None if alone else fast)
 
 
-def canvas_sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str) -> list[Side]:
-    """Ways of a diffusion model: its own forward per step of decoding, the fastest pass per step, and drafts."""
+def canvas_sides(
+    model: Any, tokenizer: Any, drafts: Sequence[str], control: str, views: Sequence[str] = (),
+    layout: Layout | None = None,
+) -> list[Side]:  # fmt: skip
+    """Ways of a diffusion model: its own forward per step of decoding, the fastest pass per step, drafts, and views.
 
-    def fast(draft: str | None, runtime: str = "auto") -> Any:
-        return accelerate(model, tokenizer, draft=draft, control=control, runtime=runtime)
+    layout: how it reads a canvas, if not as it declares.
+    """
+
+    def fast(draft: str | None, runtime: str = "auto", view: str | None = None) -> Any:
+        return accelerate(model, tokenizer, draft=draft, control=control, runtime=runtime, view=view, layout=layout)
 
     sides = [_canvas_side("its own forward", fast(None, "stock"), alone=True), _canvas_side(NO_DRAFTS, fast(None))]
-    return sides + [_canvas_side(draft, fast(draft)) for draft in drafts if draft != registry.NONE]
+    sides += [_canvas_side(draft, fast(draft)) for draft in drafts if draft != registry.NONE]
+    return sides + [_canvas_side(view, fast(None, view=view)) for view in views]
 
 
 def _new(out: Tensor, inputs: dict[str, Any], model: Any) -> Tensor:

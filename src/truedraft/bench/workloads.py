@@ -113,7 +113,7 @@ def text_of(path: Path, option: str) -> str:
     """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode()
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise Refused(f"{option} {path} cannot be read: it is not UTF-8 text") from e
     except (OSError, EOFError, zlib.error) as e:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from truedraft.call.numbers import check_numbers, setting
 from truedraft.card import shown
 from truedraft.chance import Chance, PositionNoise, StreamNoise
-from truedraft.errors import Refused
+from truedraft.errors import Note, Refused
 from truedraft.stores.references import References, Text
 from truedraft.targets._base import Target
 from truedraft.targets.inputs import prompt_ids
@@ -30,9 +33,10 @@ ARGUMENTS = {
     "position_ids": "positions follow from the attention mask",
     "synced_gpus": "one process decodes one batch",
 }
+ONE_BEAM = "model.generation_config.num_beams = 1"
 # Settings that the engine does not support: the neutral value, and the reason.
 SETTINGS = {
-    "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
+    "num_beams": (1, f"beam search is not supported; num_beams=1 searches greedily, and {ONE_BEAM} does so for good"),
     "num_beam_groups": (1, "group beam search is not supported"),
     "penalty_alpha": (None, "contrastive search is not supported"),
     "dola_layers": (None, "DoLa decoding is not supported"),
@@ -48,17 +52,34 @@ SETTINGS = {
     "compile_config": (None, "truedraft has compiled passes of its own; drop it"),
     "prefill_chunk_size": (None, "prompts are read in one piece"),
 }
+EARLY = ("num_beams", "token_healing")  # those on which `generate` acts before it calls a decode loop
 MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 
 
 def check_arguments(target: Target, inputs: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises Refused for an argument of `generate` that is not supported, or a prompt that the model cannot read."""
-    _check_neutral(kwargs)
+    _check_neutral({**kwargs, **{name: setting(name, kwargs, target.model) for name in EARLY}})
     for name, remedy in ARGUMENTS.items():
         value = kwargs.get(name)
         if value is not None and value is not False:
             raise Refused(f"{name} is not supported: {remedy}")
+    check_numbers(kwargs, target.model)
+    _check_mode(target.model, kwargs)
     target.check_inputs(inputs, kwargs)
+
+
+def _check_mode(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Raises Refused where a model that writes more than text (Janus, those that speak) is to write something else; its
+    own `generate` takes every mode but "text" for that, None too."""
+    mode, own = (
+        kwargs.get("generation_mode", "text"),
+        getattr(type(model), "generate", None) != GenerationMixin.generate,
+    )
+    if mode != "text" and (own or mode is not None):
+        raise Refused(
+            f"generation_mode={shown(mode)}: truedraft decodes text, and lacks the heads and the guided passes that "
+            "other outputs need; leave it out, or call the model's own generate"
+        )
 
 
 def check_settings(config: GenerationConfig) -> None:
@@ -67,6 +88,14 @@ def check_settings(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise Refused(f"{mode.value.replace('_', ' ')} is not supported: drop the settings that ask for it")
+
+
+def note_beams(model: PreTrainedModel) -> None:
+    """Warns with a Note where a model's generation config searches with beams, as many translation models do."""
+    beams = getattr(getattr(model, "generation_config", None), "num_beams", None) or 1
+    if beams != 1:
+        text = f"its generation config has num_beams={beams}, and beam search is not supported: {ONE_BEAM} sets greedy "
+        warnings.warn(f"{type(model).__name__}: {text}search for good, num_beams=1 for a call", Note, stacklevel=3)
 
 
 def _check_neutral(values: Mapping[str, Any]) -> None:
@@ -102,21 +131,26 @@ def with_stop_strings(
     """
     kwargs = dict(kwargs)
     tokenizer = kwargs.pop("tokenizer", None) or tokenizer
-    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    given = (kwargs.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs))
-    strings = next(filter(None, given), None)
-    if not strings:
+    strings = setting("stop_strings", kwargs, model)
+    if strings is None:
         return kwargs
     if tokenizer is None:
         raise Refused(f"stop_strings={strings!r} need a tokenizer: give one to accelerate() or to generate()")
     listed = [strings] if isinstance(strings, str) else strings
-    if not isinstance(listed, list | tuple) or not all(isinstance(s, str) and s for s in listed):
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(s, str) and s for s in listed):
         raise Refused(f"stop_strings={strings!r}: give a text, or a list of texts, none of them empty")
     try:
-        criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+        criteria = [*(kwargs.get("stopping_criteria") or []), _criterion(tokenizer, len(tokenizer), tuple(listed))]
     except ValueError as error:
         raise Refused(f"stop_strings={strings!r}: {error}") from error
     return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+@lru_cache(maxsize=8)
+def _criterion(tokenizer: PreTrainedTokenizerBase, size: int, strings: tuple[str, ...]) -> StopStringCriteria:
+    """The criterion of stop strings, which keeps no state between calls; it reads the whole vocabulary, which takes
+    seconds where that is large."""
+    return StopStringCriteria(tokenizer, [*strings])
 
 
 @dataclass(frozen=True)

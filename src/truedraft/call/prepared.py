@@ -91,8 +91,8 @@ def request_of(
     input_ids, config = prepared.input_ids, prepared.config
     if isinstance(rule, ProbingRule) and not target.branching:
         raise Refused(
-            f"rule={name_of(rule)!r} reads probes beside the drafts, and {type(target.model).__name__} scores single "
-            "chains only, because it has states: use another rule"
+            f"rule={name_of(rule)!r} reads probes in addition to drafts, and {type(target.model).__name__} scores "
+            "single chains only, because it has states: use another rule"
         )
     rule.bind(target.model, tokenizer)
     target.check_taps(rule.needs)

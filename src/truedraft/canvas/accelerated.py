@@ -21,7 +21,7 @@ from truedraft.canvas.hosting import hosted_canvas
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.settings import Settings, prompts_of, row_of, settings_of, with_tokens
 from truedraft.canvas.views._base import CanvasView
-from truedraft.card import Guarantee, method_name
+from truedraft.card import Guarantee, lacking, method_name
 from truedraft.errors import Refused
 from truedraft.standin import StandIn
 from truedraft.stats import Pass, Report
@@ -210,6 +210,8 @@ class AcceleratedCanvas(StandIn):
             dtype=_name(self.target.dtype), seconds=watch.seconds,
             reference="none" if self._lossy else f"step-by-step decoding, one canvas per pass, {ties}",
         )  # fmt: skip
+        parts = [one for one in (self.speculator, self.policy, self.view) if one is not None]
+        report.notes += [note for one in parts for note in lacking(one)]
         report.notes += [f"{name} is lossy: this is not the text of step-by-step decoding" for name in self._lossy]
         return report
 

@@ -59,7 +59,8 @@ def _made(model: Any, layout: Layout, runtime: str, unmasked: bool, view: Canvas
         if layout.attention == "blocks":
             raise Refused(
                 f"view={view.lossy!r} is for attention to the whole canvas: with attention in blocks keys and values "
-                "of complete blocks are kept exactly; leave it out"
+                "of complete blocks are kept exactly; leave it out, or have the model attend to the whole canvas "
+                "(--attention whole; layout=Layout(..., attention='whole'))"
             )
         if unmasked:
             raise Refused(f"view={view.lossy!r}: {type(model).__name__} takes ids alone, and keeps no keys and values")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from truedraft.errors import Refused
 
@@ -60,6 +60,21 @@ class Layout:
             return [range(start, min(start + self.block, prompt + new)) for start in ends]
         first = prompt // self.block * self.block
         return [range(start, start + self.block) for start in range(first, prompt + new, self.block)]
+
+
+def attending(config: Any, tokenizer: Any, attention: str | None, model: str) -> Layout | None:
+    """The layout of `layout_of` with another attention than the model declares; None where none was given.
+
+    attention: "whole" or "blocks". model: what the message calls the model.
+
+    Raises:
+        Refused: it is no diffusion model with masks.
+    """
+    if attention is None:
+        return None
+    if (layout := layout_of(config, tokenizer)) is None:
+        raise Refused(f"--attention {attention} is for diffusion models, and {model} is none: drop it")
+    return replace(layout, attention=cast(Attention, attention))
 
 
 def declares(config: Mapping[str, Any]) -> bool:

@@ -198,7 +198,7 @@ def _settings_of(model: Any, target: RenoiseTarget, prompt: int, given: Mapping[
         )
     _, new = model._prepare_generated_length(config, prompt)
     if new < 1:
-        raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
+        raise Refused(f"max_length={config.max_length} leaves no room after {prompt} prompt tokens: raise it")
     size = target.canvas
     canvases = math.ceil(new / size)
     check_fits(prompt, f"{canvases} canvases of {size}", prompt + canvases * size, target.context)

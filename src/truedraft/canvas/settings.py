@@ -16,6 +16,7 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from truedraft.call.arguments import with_stop_strings
+from truedraft.call.numbers import whole
 from truedraft.canvas._base import Canvas, CanvasRow
 from truedraft.canvas.ending import OutputStrings
 from truedraft.canvas.layout import Layout
@@ -92,9 +93,8 @@ def settings_of(
     stops = _stops(_listed(kwargs.pop("stopping_criteria", None), "stopping_criteria"))
     block, steps, seed = (kwargs.pop(name, None) for name in ("block_length", "steps", "seed"))
     processors = _listed(kwargs.pop("logits_processor", None), "logits_processor")
-    most = kwargs.get("max_new_tokens")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
-        raise Refused(f"max_new_tokens={most!r}: give a whole number of at least 1")
+    if (most := kwargs.get("max_new_tokens")) is not None:
+        kwargs["max_new_tokens"] = whole("max_new_tokens", most, least=1)
     config = _config(model, kwargs)
     size = model.config.get_text_config(decoder=True).vocab_size
     _check_tokens("eos_token_id", config.eos_token_id, size)
@@ -104,9 +104,9 @@ def settings_of(
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise Refused(f"num_return_sequences={shown(count)}: give a whole number of at least 1")
     layout = layout.of_length(block)
-    new = config.max_new_tokens or (config.max_length - prompt if config.max_length else NEW)
+    new = config.max_new_tokens or (whole("max_length", config.max_length) - prompt if config.max_length else NEW)
     if new < 1:
-        raise Refused(f"max_length={config.max_length} leaves no room behind {prompt} prompt tokens: raise it")
+        raise Refused(f"max_length={config.max_length} leaves no room after {prompt} prompt tokens: raise it")
     sample = bool(config.do_sample)
     noise = CanvasNoise(seed_of(seed)) if sample else None
     ends = config.eos_token_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from typer import Argument, Option
 from truedraft.cli._diff import coloured, marked
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import check_names
-from truedraft.errors import Refused, why
-from truedraft.files import whole
+from truedraft.errors import Note, Refused, why
+from truedraft.files import check_file, whole
 from truedraft.layout import labelled
 
 if TYPE_CHECKING:
@@ -57,10 +58,14 @@ class ModelOptions:
         check_names(self.model, self.dtype, self.quantize, self.argument, drafts=[self.draft], control=self.control)
 
     def load(self) -> Accelerated:
-        return accelerated(
-            self.model, self.dtype, self.draft, self.control, self.quantize,
-            argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*num_beams", Note
+            )  # lines are decoded greedily, which is noted at the end
+            return accelerated(
+                self.model, self.dtype, self.draft, self.control, self.quantize,
+                argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,13 +109,12 @@ class TextPaths:
         name = "--in-place" if self.in_place else f"--out {target}"
         if str(target) == STDIN:
             raise Refused("--out -: text goes to standard output where --out is left out")
-        if target.exists() and not target.is_file():
+        there = os.path.exists(target)  # False for a name that is none
+        if there and not target.is_file():
             raise Refused(f"{name} is not a regular file: name another")
-        if not self.in_place and target.exists() and Path(self.file).exists() and target.samefile(self.file):
+        if not self.in_place and there and Path(self.file).exists() and target.samefile(self.file):
             raise Refused(f"{name} is the input: give --in-place to replace it")
-        folder = Path(os.path.realpath(target)).parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise Refused(f"{name}: {folder} is no folder that can be written")
+        check_file(target, name)
 
     def written(self) -> Any:
         """A context with the open output file, or None."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft import loading
 from truedraft.bench.sizes import size_of
+from truedraft.canvas.layout import attending
 from truedraft.cli._options import TEXT, check_kind, check_names, use_threads
 from truedraft.cli._text import waiting
 
@@ -99,17 +100,20 @@ def accelerated(
     ties: str = "keep",
     stretched: str | None = None,
     view: str | None = None,
+    attention: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
 ) -> Accelerated:
     """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`, an
     any-subset model as `AcceleratedSubset`.
 
-    threads: of torch; None leaves them as they are. The other arguments are those of `load`.
+    threads: of torch; None leaves them as they are. attention: of a diffusion model, if not as it declares. The other
+        arguments are those of `load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
     """
-    check_names(name, dtype, quantize, argument, drafts=[draft], control=control, rule=rule, views=[view], runs=runs)
+    names: dict[str, Any] = {"drafts": [draft], "control": control, "rule": rule, "views": [view]}
+    check_names(name, dtype, quantize, argument, **names, attention=attention, runs=runs)
     if stretched is not None:
         size_of(stretched, name)
     with waiting("loading the model"):
@@ -126,4 +130,5 @@ def accelerated(
         loaded = load(name, dtype, quantize, argument, reads_sources, stretched, runs)
         if _kind(loaded[0]) != "text":  # of the hub, it is known only now
             made = parts
-        return accelerate(*loaded, **made, ties=ties, view=view)
+        layout = attending(loaded[0].config, loaded[1], attention, f"{argument} {name!r}")
+        return accelerate(*loaded, **made, ties=ties, view=view, layout=layout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -36,11 +38,28 @@ Stretched = Annotated[
 ]
 Threads = Annotated[int | None, Option(metavar="N", help="Threads to use; by default torch's choice.")]
 View = Annotated[str | None, Option(help="lossy/NAME: generate under a view, an approximation; another text.")]
+ATTENTIONS = ("whole", "blocks")
+AttentionOption = Annotated[
+    str | None, Option("--attention", help="Of a diffusion model: whole or blocks; its views are for whole.")
+]
 AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output.")]
 
 
+FIELD_OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}
+METHODS = ("control", "draft", "rule", "ties", "view")  # arguments whose names are words of the language too
+
+
 class Command(TyperCommand):
-    """A command that refuses an option given twice unless it is repeatable."""
+    """A command that refuses an option given twice unless it is repeatable, and whose refusals name its options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as e:
+            if not isinstance(e, Refused) and type(e) is not ValueError:  # such as text that is not UTF-8
+                raise
+            options = {p.name: p.opts[0] for p in self.params if p.name and p.opts[0].startswith("--")}
+            raise Refused(as_options(str(e), options)) from e
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -48,6 +67,23 @@ class Command(TyperCommand):
             if order.count(param) > 1 and not (param.multiple or param.nargs == -1 or param.is_eager):
                 ctx.fail(f"{param.opts[0]} was given {order.count(param)} times: give it once.")
         return super().parse_args(ctx, args)
+
+
+def as_options(message: str, options: Mapping[str, str]) -> str:
+    """A message of the library that names options in the place of arguments: `--max-new-tokens 5` for
+    `max_new_tokens=5`.
+
+    options: names of arguments -> the options of the command.
+    """
+    known = {**options, **{field: option for field, option in FIELD_OPTIONS.items() if option in options.values()}}
+    for name, option in known.items():
+        if "_" in name or name in METHODS:
+            start = rf"(?<![\w.:,('\"-]){name}"
+            message = re.sub(rf"{start}='([^' ]*)'", rf"{option} \1", message)
+            message = re.sub(f"{start}=", f"{option} ", message)
+        if "_" in name:
+            message = re.sub(rf"{start}\b", option, message)
+    return message
 
 
 def check_names(
@@ -60,15 +96,22 @@ def check_names(
     control: str = "cost",
     rule: str | None = None,
     views: Sequence[str | None] = (),
+    attention: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
 ) -> None:
-    """Raises Refused for an unknown model, dtype, quantisation, method or knob, or a model of another kind.
+    """Raises Refused for an unknown model, dtype, quantisation, method, knob or attention, or a model of another kind.
 
     views: that the model generates under.
+    attention: of a diffusion model; models on the hub, whose kind is known once they are loaded, are checked then.
     runs: kinds of models that the command runs.
     """
     kind = loading.kind_of(loading.check(model, dtype, quantize, argument))
     check_kind(kind, model, argument, runs)
+    if attention is not None:
+        if attention not in ATTENTIONS:
+            raise Refused(f"--attention {attention}: choose one of {', '.join(ATTENTIONS)}")
+        if kind != "canvas" and isinstance(loading.source_of(model, argument), Path):
+            raise Refused(f"--attention {attention} is for diffusion models, and {argument} {model!r} is none: drop it")
     for draft in drafts if kind == "text" else {*drafts} - {registry.AUTO, registry.NONE}:
         registry.check(DRAFTERS[kind], draft)
     given = [view for view in views if view]

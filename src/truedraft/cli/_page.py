@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 from collections.abc import Sequence
@@ -11,17 +10,13 @@ from pathlib import Path
 
 from truedraft import __version__
 from truedraft.errors import Refused, why
-from truedraft.files import write_whole
+from truedraft.files import check_file, write_whole
 
 
 def check_page(path: Path | None) -> None:
     """Raises Refused, before anything is measured, for a path that cannot be written."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise Refused(f"--html {path} is a folder: name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise Refused(f"--html {path}: {path.parent} is no folder that can be written")
+    if path is not None:
+        check_file(path, f"--html {path}")
 
 
 def write_page(path: Path, text: str) -> None:

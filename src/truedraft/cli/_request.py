@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.bench.workloads import Item, items_of
-from truedraft.cli._options import check_seeds
-from truedraft.cli._text import read, waiting
+from truedraft.cli._options import FIELD_OPTIONS, check_seeds
+from truedraft.cli._text import BOM, read, waiting
 from truedraft.errors import Refused, why
 
 if TYPE_CHECKING:
@@ -28,12 +28,6 @@ SAMPLED = ("top_h",)  # as SAMPLING, without options of their own
 NUMBERS = ("top_h", "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "length_penalty")
 LISTS = ("suppress_tokens", "begin_suppress_tokens")  # of token ids
 LISTED = ("forced_eos_token_id", "decoder_start_token_id")  # token ids, one or a list
-OPTIONS = {
-    "eos_token_id": "--eos",
-    "stop_strings": "--stop",
-    "do_sample": "--sample",
-}  # other options are named after their fields
-
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "min_new_tokens": (lambda v: v >= 0, "at least 0"),
     "num_return_sequences": (lambda v: 1 <= v <= MOST_TEXTS, f"between 1 and {MOST_TEXTS:,}"),
@@ -168,7 +162,7 @@ def read_prompts(prompt: str | None, file: Path | None, many: Path | None) -> Ca
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, or standard input; the last two lose a final newline.
+    """The prompt from the argument, a file, or standard input; the last two lose a byte order mark and a final newline.
 
     Raises:
         Refused: none was given, or two, or it is empty or not UTF-8.
@@ -183,7 +177,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise Refused("PROMPT is missing: give it as an argument, with --file, or on standard input")
     else:
         try:
-            text = sys.stdin.read().removesuffix("\n")
+            text = sys.stdin.read().removeprefix(BOM).removesuffix("\n")
         except UnicodeDecodeError as e:
             raise Refused("PROMPT on standard input is not UTF-8 text") from e
     if not text:
@@ -240,7 +234,7 @@ def check_tokens(settings: Mapping[str, Any], vocabulary: int) -> None:
     for name, value in settings.items():
         for token in _tokens(value) if _has_tokens(name) else ():
             if token >= vocabulary:
-                option = OPTIONS.get(name, f"--set {name}")
+                option = FIELD_OPTIONS.get(name, f"--set {name}")
                 raise Refused(f"{option} {token}: this model has {vocabulary:,} tokens, 0 to {vocabulary - 1}")
 
 
@@ -310,4 +304,4 @@ def _tokens(value: Any) -> Sequence[Any]:
 
 
 def _option(field: str) -> str:
-    return OPTIONS.get(field) or "--" + field.replace("_", "-")
+    return FIELD_OPTIONS.get(field) or "--" + field.replace("_", "-")

@@ -15,15 +15,17 @@ from truedraft.errors import Note, Refused, why
 if TYPE_CHECKING:
     from rich.console import Console
 
+BOM = "\ufeff"  # a byte order mark, which some editors and shells put before a text
+
 
 def read(path: Path, option: str) -> str:
-    """The text of a file given as `option`.
+    """The text of a file given as `option`, without a byte order mark.
 
     Raises:
         Refused: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise Refused(f"{option} {path}: not UTF-8 text") from e
     except OSError as e:
@@ -66,14 +68,16 @@ def reading(show: Callable[[str], None], text: str) -> Callable[[int, int], None
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Within the block, every `Note` is a line on stderr; other warnings are shown as before."""
+    """Within the block, every `Note` is a line on stderr, once; other warnings are shown as before."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
-        others = warnings.showwarning
+        others, shown = warnings.showwarning, set[str]()
 
         def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, Note):
-                print(f"note: {message}", file=sys.stderr)
+                if str(message) not in shown:
+                    print(f"note: {message}", file=sys.stderr)
+                shown.add(str(message))
             else:
                 others(message, category, *where, **more)
 

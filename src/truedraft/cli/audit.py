@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from truedraft import loading
+from truedraft import assets, loading, registry
 from truedraft.cli._models import load
 from truedraft.cli._options import (
     CANVASES,
@@ -23,8 +25,9 @@ from truedraft.cli._options import (
     check_seeds,
     use_threads,
 )
+from truedraft.cli._progress import Show, progressing
 from truedraft.cli._tables import print_folded, print_table
-from truedraft.cli._text import console, read, waiting
+from truedraft.cli._text import console, read
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table, grouped, labelled
 from truedraft.targets.kinds import reads_sources
@@ -32,19 +35,21 @@ from truedraft.text.token_text import token_text
 
 if TYPE_CHECKING:
     from truedraft.audit.laws import Law
-    from truedraft.audit.tokens import Audit, Divergence
+    from truedraft.audit.tokens import Audit, Compared, Divergence
 
+PLAIN = "plain"  # the engine without drafts
 EXACT, INEXACT, INTERRUPTED = 0, 1, 130
 
 
 def audit(
     model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
-    draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default all available ones.")] = None,
+    draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default that of generate.")] = None,
+    every: Annotated[bool, Option("--all", help="Every drafter that needs nothing, or has an embedded model.")] = False,
     prompt: Annotated[
         list[str] | None, Option(help="A prompt, or source; repeatable. By default the embedded ones.")
     ] = None,
     file: Annotated[list[Path] | None, Option(help="A prompt from a file; repeatable.")] = None,
-    max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 64,
+    max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 32,
     batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. By default 1 and 4.")] = None,
     seed: Annotated[list[int] | None, Option(help="Seed to sample under; repeatable. By default 0.")] = None,
     temperature: Annotated[float, Option(help="Temperature of the sampled runs.")] = 1.0,
@@ -73,93 +78,111 @@ def audit(
             from truedraft.audit.laws import law_audit
         except ImportError as e:
             raise Refused("--laws needs scipy: pip install 'truedraft[audit]'") from e
+    if every and draft:
+        raise Refused(f"--all takes every drafter, and --draft {draft[0]} names one: leave one of the two out")
     check_seeds(seeds)
     check_names(model, dtype, quantize, drafts=draft or (), control=control, runs=CANVASES)
-    if loading.kind_of(loading.source_of(model, "MODEL")) == "canvas":
-        if laws or ties != "keep":
-            raise Refused("--laws and --ties are for autoregressive models: leave them out for a diffusion model")
-        found, tokenizer = _canvases(model, draft, control, texts, max_new_tokens, batches, seeds, temperature, dtype,
-                                     quantize, threads)  # fmt: skip
-        return _finished(found, [], tokenizer, as_json)
-    with waiting("loading the model") as show:
-        use_threads(threads)
-        from truedraft import accelerate, registry
-        from truedraft.audit.tokens import Mode
-        from truedraft.audit.tokens import audit as compare
-
-        parts = {name: registry.load("drafters", name) for name in draft or _all(model) if name != registry.NONE}
-        target, tokenizer = load(model, dtype, quantize)
-        if laws and reads_sources(target.config):
-            raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
-        context = getattr(target.config, "max_position_embeddings", None)
-        if context is not None and max_new_tokens >= context:
-            raise Refused(
-                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
-            )
-        sides = {
-            name: accelerate(target, tokenizer, draft=part, control=control, ties=ties)
-            for name, part in {"plain": None, **parts}.items()
-        }
-        chosen = texts or _embedded(target, tokenizer, max_new_tokens)
-        modes = [Mode(False), *(Mode(True, s, temperature) for s in seeds), Mode(False, penalty=1.2)]
-        tested: list[Law] = []
+    canvas = loading.kind_of(loading.source_of(model, "MODEL")) == "canvas"
+    if canvas and (laws or ties != "keep"):
+        raise Refused("--laws and --ties are for autoregressive models: leave them out for a diffusion model")
+    names = [name for name in draft or (_all(model, canvas) if every else [registry.AUTO]) if name != registry.NONE]
+    try:
+        with progressing("loading the model") as show:
+            use_threads(threads)
+            parts = {name: name if canvas else registry.load("drafters", name) for name in names}
+            target, tokenizer = load(model, dtype, quantize, runs=CANVASES)
+            _check(target, laws, max_new_tokens)
+            chosen = texts or _embedded(target, tokenizer, max_new_tokens)
+            sides, left_out = _sides(target, tokenizer, parts, every, control, ties, show)
+            compare = _comparison(canvas, seeds, temperature)
+            found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, progress=show)
+    except KeyboardInterrupt as stop:
+        if (found := getattr(stop, "finished", None)) is None:
+            print("interrupted before anything was compared", file=sys.stderr)
+            return INTERRUPTED
+    tested: list[Law] = []
+    if laws and not found.interrupted:
         try:
-            found = compare(target, tokenizer, sides, chosen, model, max_new_tokens, batches, modes, show)
-            tested = law_audit(target, tokenizer, parts, chosen, progress=show) if laws else []
+            with progressing("loading the drafters") as show:
+                drawn: dict[str, Any] = {name: registry.load("drafters", name) for name in draft or _all(model)}
+                tested = law_audit(target, tokenizer, drawn, chosen, progress=show)
         except KeyboardInterrupt as stop:
-            found = getattr(stop, "finished", None) or replace(
-                found, interrupted=True
-            )  # interrupted in the comparison, or in the law tests
-    return _finished(found, tested, tokenizer, as_json)
+            tested, found.interrupted = getattr(stop, "finished", []), True
+    return _finished(found, tested, left_out, tokenizer, as_json)
 
 
-def _canvases(
-    model: str, draft: list[str] | None, control: str, texts: list[str], tokens: int, batches: list[int],
-    seeds: list[int], temperature: float, dtype: str, quantize: str | None, threads: int | None,
-) -> tuple[Audit, Any]:  # fmt: skip
-    """The audit of a diffusion model, and its tokenizer."""
-    with waiting("loading the model") as show:
-        use_threads(threads)
-        from truedraft import accelerate, registry
-        from truedraft.audit.canvases import audit_canvases
-        from truedraft.audit.tokens import Mode
+def _check(model: Any, laws: bool, tokens: int) -> None:
+    """Raises Refused where the model cannot be audited as requested."""
+    if laws and reads_sources(model.config):
+        raise Refused("--laws tests decoder language models, and this is an encoder-decoder: drop --laws")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and tokens >= context:
+        raise Refused(f"--max-new-tokens {tokens} leaves no room for a prompt in the model's context of {context}")
 
-        target, tokenizer = load(model, dtype, quantize, runs=CANVASES)
-        sides: Any = {
-            name: accelerate(target, tokenizer, draft=None if name == "plain" else name, control=control)
-            for name in ("plain", *(draft or registry.names("canvas.speculators")))
-        }
-        chosen = texts or _embedded(target, tokenizer, tokens)
-        modes = [Mode(False), *(Mode(True, seed, temperature) for seed in seeds)]
+
+def _sides(
+    model: Any, tokenizer: Any, parts: Mapping[str, Any], every: bool, control: str, ties: str, show: Show
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The accelerated models by name, the first without drafts; and the drafters that refuse this model, with the
+    reason.
+
+    every: whether the drafters were not named one by one: then those that refuse the model are left out.
+
+    Raises:
+        Refused: the model cannot be hosted, or a drafter that was named refuses it.
+    """
+    from truedraft import accelerate
+
+    sides: dict[str, Any] = {PLAIN: accelerate(model, tokenizer, draft=None, control=control, ties=ties)}
+    left_out: dict[str, str] = {}
+    for number, (name, part) in enumerate(parts.items(), 1):
+        show(f"preparing {name}, {number} of {len(parts)}", 0.0)
         try:
-            found = audit_canvases(target, tokenizer, sides, chosen, model, tokens, batches, modes, show)
-        except KeyboardInterrupt as stop:
-            found = stop.finished  # type: ignore[attr-defined]
-    return found, tokenizer
+            sides[name] = accelerate(model, tokenizer, draft=part, control=control, ties=ties)
+        except Refused as refusal:
+            if not every:
+                raise
+            left_out[name] = str(refusal)
+    return sides, left_out
 
 
-def _finished(found: Audit, tested: list[Law], tokenizer: Any, as_json: bool) -> int:
+def _comparison(canvas: bool, seeds: Sequence[int], temperature: float) -> Any:
+    """The audit of a diffusion model, or that of other models, with the ways in which tokens are chosen."""
+    from truedraft.audit.canvases import audit_canvases
+    from truedraft.audit.tokens import Mode
+    from truedraft.audit.tokens import audit as compare
+
+    modes = [Mode(False), *(Mode(True, seed, temperature) for seed in seeds)]
+    if canvas:
+        return partial(audit_canvases, modes=modes)
+    return partial(compare, modes=[*modes, Mode(False, penalty=1.2)])
+
+
+def _finished(found: Audit, tested: list[Law], left_out: Mapping[str, str], tokenizer: Any, as_json: bool) -> int:
     """Print the results; returns the exit code."""
     if as_json:
-        print(json.dumps({**found.as_dict(), **({"laws": [law.as_dict() for law in tested]} if tested else {})}))
+        laws = {"laws": [law.as_dict() for law in tested]} if tested else {}
+        print(json.dumps({**found.as_dict(), "left_out": left_out, **laws}))
     else:
-        _print(found, tested, tokenizer)
+        _print(found, tested, left_out, tokenizer)
     if found.interrupted:
         return INTERRUPTED
     return EXACT if found.exact and all(law.holds for law in tested) else INEXACT
 
 
-def _all(model: str) -> list[str]:
-    """Every available drafter: those that need nothing, and those with a model if there is one for `model`."""
-    from truedraft import assets, registry
-
+def _all(model: str, canvas: bool = False) -> list[str]:
+    """Every available drafter: the default, those that need nothing, and those whose model or head is embedded."""
+    if canvas:
+        return registry.names("canvas.speculators")
     small = {"draft model": assets.DRAFTS.get(model), "diffusion model": assets.DIFFUSION.get(model)}
     needs = {name: registry.method("drafters", name).card.needs for name in registry.names("drafters")}
-    return [
+    heads = [name for name in assets.HEADS if assets.head(name, str(loading.source_of(model, "MODEL")))]
+    available = [
         ":model=".join([name, *(small[need] or "" for need in what)])
         for name, what in needs.items()
         if len(what) <= 1 and all(small.get(need) for need in what)
     ]
+    return [registry.AUTO, *available, *heads]
 
 
 def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
@@ -173,9 +196,9 @@ def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
     return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
 
 
-def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
+def _print(found: Audit, tested: list[Law], left_out: Mapping[str, str], tokenizer: Any) -> None:
     out = console()
-    counts = found.as_dict()["divergences"]
+    counts, compared = found.of(), sum(one.texts for one in found.compared)
     lines = [
         ("model", f"{found.model}, {found.dtype}"),
         ("passes by", found.runtime),
@@ -186,9 +209,12 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
         ("differences", f"{counts['tie']} ties, {counts['numerics']} by numerics, {counts['bug']} bugs"),
         ("noise", f"the model's own logits have errors up to {found.noise:.2g} ({found.precise}); "
          f"the engine's up to {found.worst_row:.2g} times that"),
+        ("left out", "; ".join(f"{name}: {reason}" for name, reason in left_out.items())),
     ]  # fmt: skip
     out.print(labelled(lines, out.width))
     out.print()
+    if len(found.compared) > 2 or (found.interrupted and found.compared):
+        print_table(out, _ways(found))
     if found.found:
         print_table(out, _differences(found.found, tokenizer))
     if tested:
@@ -196,8 +222,24 @@ def _print(found: Audit, tested: list[Law], tokenizer: Any) -> None:
         print_folded(out, tested[0].caption)
     exact = found.exact and all(law.holds for law in tested)
     if found.interrupted:
-        print_folded(out, "interrupted: these are the results until then")
-    out.print("exact" if exact else "NOT exact: see the bugs above")
+        whole = f"all {compared} texts were compared, and {len(tested)} laws were tested; the other laws were not"
+        part = f"{compared} of {found.texts} texts were compared, and the rest was not"
+        print_folded(out, f"interrupted: {whole if compared == found.texts else part}")
+    verdict = "exact" if exact else "NOT exact: see the bugs above"
+    out.print(f"{verdict}, in what was compared" if found.interrupted and exact else verdict)
+
+
+def _ways(found: Audit) -> Table[Compared]:
+    columns: list[Column[Compared]] = [
+        Column("way", "plain: the engine without drafts; else the drafter", lambda one: one.drafter),
+        Column("texts", "that were compared with those of model.generate", lambda one: str(one.texts)),
+        Column("tokens", "of these, up to the first difference of a text", lambda one: f"{one.tokens:,}"),
+        Column("ties", "texts whose first difference rounding decides", lambda one: str(found.of(one.drafter)["tie"])),
+        Column("numerics", "texts whose first difference is within the noise",
+               lambda one: str(found.of(one.drafter)["numerics"])),
+        Column("bugs", "texts whose first difference is neither", lambda one: str(found.of(one.drafter)["bug"])),
+    ]  # fmt: skip
+    return Table("Compared", columns, {"": found.compared})
 
 
 def _differences(found: list[Divergence], tokenizer: Any) -> Table[Divergence]:

@@ -16,13 +16,14 @@ from typer import Argument, Context, Option
 
 from truedraft import assets, registry
 from truedraft.bench.sizes import size_of
-from truedraft.canvas.layout import layout_of
+from truedraft.canvas.layout import Layout, attending, layout_of
 from truedraft.cli._models import load
 from truedraft.cli._models import machine as measured_on
 from truedraft.cli._options import (
     CANVASES,
     COLDEST,
     AsJson,
+    AttentionOption,
     Dtype,
     Quantize,
     Stretched,
@@ -57,9 +58,9 @@ UNUSED = {
     "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
                  "ties", "baselines", "assistant"),
     "lossy": ("ties", "baselines", "assistant"),
-    "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline", "lossy"),
+    "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline"),
     "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
-               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy"),
+               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy", "attention"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
@@ -93,6 +94,7 @@ def bench(
         list[str] | None,
         Option(help="A view that the model generates under, lossy/NAME: quality and speed; may be repeated."),
     ] = None,
+    attention: AttentionOption = None,
     replay: Annotated[list[Path] | None, Option(help="Recorded outputs, replayed without a model.")] = None,
     tokenizer: Annotated[str | None, Option(help="Tokenizer of recorded outputs, if not that of MODEL.")] = None,
     questions: Annotated[Path | None, Option(help="MT-Bench's questions, if not beside its answers.")] = None,
@@ -115,13 +117,12 @@ def bench(
         return replay_files(replay, draft or DRAFTS, reads, questions, limit, budget, threads, as_json, *page)
     if lossy and len(modes) > 1:
         raise Refused(f"--lossy and --{modes[0]} measure different things: leave one of them out")
-    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or ())
-    if stretched is not None:
-        size_of(stretched, model)
+    _check_names(model, dtype, quantize, draft or (), control, assistant, prompts, lossy or (), attention, stretched)
     with waiting("loading the model") as show:
         use_threads(threads)
         loaded, reader = load(model, dtype, quantize, stretched=stretched, runs=CANVASES)
         sources = _check_sources(loaded, modes)
+        layout = attending(loaded.config, reader, attention, f"MODEL {model!r}")
         if diffuses := layout_of(loaded.config, reader) is not None:
             _refuse_for_diffusion(context)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
@@ -136,11 +137,11 @@ def bench(
             attained = attain(loaded, reader, todo, show, rounds)
         elif not roofline:
             others = baselines and not lossy and not diffuses
-            of_transformers = _baselines(model, assistant, loaded, dtype) if others else []
+            of_transformers = _baselines(model, assistant, loaded, reader, dtype) if others else []
             settings = (rounds, seed, product(temperature or [0.0], batch or [1]))
             sides: Sides = partial(_sides, loaded, reader, draft or DRAFTS, control, ties)
             if diffuses:
-                sides = partial(_canvas_sides, loaded, reader, draft or CANVAS_DRAFTS, control)
+                sides = partial(_canvas_sides, loaded, reader, draft, control, lossy or (), layout)
             elif lossy:
                 found, sides = _lossy(loaded, reader, lossy, draft or ["none"], control, todo, show)
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
@@ -151,7 +152,7 @@ def bench(
         _write_page(html, facts, figures, rounds, machine, rows, attained, found)
     if as_json:
         of_model = {"model": name, "dtype": str(loaded.dtype), "quantized": quantize}
-        print(json.dumps({**of_model, **_result(figures, attained, rows, found)}, indent=2))
+        print(json.dumps({**of_model, **_result(figures, attained, machine, rows, found)}, indent=2))
     else:
         if stretched is not None:
             print_folded(console(), name, "bold")
@@ -199,12 +200,14 @@ def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:
 
 
 def _result(
-    figures: Sequence[Figures], attained: Sequence[Attained], rows: Sequence[RooflinePoint], found: Sequence[Quality]
-) -> dict[str, Any]:
+    figures: Sequence[Figures], attained: Sequence[Attained], limits: Machine | None, rows: Sequence[RooflinePoint],
+    found: Sequence[Quality],
+) -> dict[str, Any]:  # fmt: skip
     return {
         "machine": measured_on(),
         "figures": [asdict(f) for f in figures],
         "oracle": [{**asdict(a), "share": a.share} for a in attained],
+        "limits": limits and asdict(limits),
         "roofline": [{**asdict(row), "attained": row.attained} for row in rows],
         "quality": [asdict(quality) for quality in found],
     }
@@ -248,7 +251,7 @@ def _refuse_unused(context: Context, modes: Sequence[str]) -> None:
     for name in sorted(unused):
         if _given(context, name):
             flags = " and ".join(f"--{mode}" for mode in modes)
-            raise Refused(f"--{name.replace('_', '-')} has no meaning beside {flags}: leave one of them out")
+            raise Refused(f"--{name.replace('_', '-')} has no meaning together with {flags}: leave one of them out")
     for name in REPLAYED:
         if "replay" not in modes and _given(context, name):
             raise Refused(f"--{name} has no meaning without --replay: leave it out, or give recorded outputs")
@@ -273,21 +276,25 @@ def _tokenizer(context: Context, model: str, tokenizer: str | None) -> tuple[str
     return (model, "MODEL") if tokenizer is None else (tokenizer, "--tokenizer")
 
 
-def _baselines(name: str, assistant: str | None, model: Any, dtype: str) -> list[Side]:
+def _baselines(name: str, assistant: str | None, model: Any, tokenizer: Any, dtype: str) -> list[Side]:
     """transformers' own speculative decoding."""
     from truedraft.bench.sides import transformers_side
 
-    found = [transformers_side("transformers lookup", model, prompt_lookup_num_tokens=10)]
+    found = [transformers_side("transformers lookup", model, tokenizer=tokenizer, prompt_lookup_num_tokens=10)]
     if drafting := assistant or assets.DRAFTS.get(name):
         small, _ = load(drafting, dtype, argument="--assistant")
-        found.append(transformers_side("transformers assisted", model, assistant_model=small))
+        found.append(transformers_side("transformers assisted", model, tokenizer=tokenizer, assistant_model=small))
     return found
 
 
-def _canvas_sides(model: Any, tokenizer: Any, drafts: Sequence[str], control: str, _: Sequence[Side]) -> list[Side]:
+def _canvas_sides(
+    model: Any, tokenizer: Any, drafts: Sequence[str] | None, control: str, views: Sequence[str], layout: Layout | None,
+    _: Sequence[Side],
+) -> list[Side]:  # fmt: skip
     from truedraft.bench.sides import canvas_sides
 
-    return canvas_sides(model, tokenizer, drafts, control)
+    chosen = drafts or ([] if views else CANVAS_DRAFTS)
+    return canvas_sides(model, tokenizer, chosen, control, views, layout)
 
 
 def _sides(
@@ -296,7 +303,7 @@ def _sides(
     from truedraft import accelerate
     from truedraft.bench.sides import transformers_side, truedraft_side
 
-    sides = [transformers_side("transformers", model), *baselines]
+    sides = [transformers_side("transformers", model, tokenizer=tokenizer), *baselines]
     sides.append(truedraft_side("no drafts", accelerate(model, tokenizer, draft=None, ties=ties)))
     for draft in drafts:
         if draft == registry.NONE:  # already in the list
@@ -320,24 +327,28 @@ def _lossy(
 
 
 def _roofline(model: Any) -> tuple[Machine, list[RooflinePoint]]:
-    from truedraft.bench.roofline import Gauge, measure_passes, roofline
+    from truedraft.bench.roofline import Gauge, bytes_read, measure_passes, roofline
     from truedraft.targets.hosting import hosted
 
     if model.device.type != "cpu":
         raise Refused("--roofline measures the CPU's memory, and the model is on another device")
     target = hosted(model)
     context = min(256, (target.context or 512) // 2)
-    gauge = Gauge()
+    gauge = Gauge(dtype=target.dtype, working_set=bytes_read(target, context))
     seconds = measure_passes([target], context, gauge=gauge)[0]
     return gauge.machine(), roofline(target, gauge.machine(), seconds, context)
 
 
 def _check_names(
     model: str, dtype: str, quantize: str | None, drafts: Sequence[str], control: str, assistant: str | None,
-    prompts: Sequence[Path] | None, views: Sequence[str],
+    prompts: Sequence[Path] | None, views: Sequence[str], attention: str | None,
+    stretched: str | None,
 ) -> None:  # fmt: skip
     """Raises Refused, before a model is loaded, for an unknown name or an unusable file."""
-    check_names(model, dtype, quantize, drafts=drafts, control=control, views=views, runs=CANVASES)
+    names: dict[str, Any] = {"drafts": drafts, "control": control, "views": views, "attention": attention}
+    check_names(model, dtype, quantize, **names, runs=CANVASES)
+    if stretched is not None:
+        size_of(stretched, model)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
     _workloads(prompts, LIMIT, None, sources=False)
@@ -378,6 +389,8 @@ def _print(
     elif figures:
         print_table(out, columns.speed(figures, rounds))
         print_table(out, columns.latency(figures, rounds))
+        for fault in columns.faults(figures):
+            print_folded(out, fault, "red")
         for note in columns.notes(figures):
             print_folded(out, note)
     if attained:

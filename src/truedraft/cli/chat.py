@@ -18,7 +18,7 @@ from truedraft.cli._remote import RemoteChat
 from truedraft.cli._request import check_seed, check_tokens
 from truedraft.cli._settings import FIELDS, Settings
 from truedraft.cli._tables import print_folded
-from truedraft.cli._text import console
+from truedraft.cli._text import BOM, console
 from truedraft.errors import Refused
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def read_message(terminal: bool) -> str | None:
     text = ""
     while True:
         try:
-            line = _read_line((FURTHER if text else PROMPT) if terminal else "")
+            line = _read_line((FURTHER if text else PROMPT) if terminal else "").removeprefix(BOM)
         except EOFError:
             if terminal:
                 print()

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from truedraft import loading
 from truedraft.errors import Refused
+from truedraft.files import check_folder
 
 ENGINES = ("vllm", "sglang")
 
@@ -27,7 +28,8 @@ def export(
     """
     if form not in ENGINES:
         raise Refused(f"--format {form}: choose one of {', '.join(ENGINES)}")
-    if out.is_file() or (out.exists() and any(out.iterdir())):
+    check_folder(out, f"--out {out}")
+    if out.exists() and any(out.iterdir()):
         raise Refused(f"--out {out} is there already: name another folder")
     loading.check(target, argument="--target")
     from safetensors.torch import save_file

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from truedraft.cli._models import accelerated
-from truedraft.cli._options import SUBSETS, Control, Dtype, Quantize, Threads, View, check_names
+from truedraft.cli._options import SUBSETS, AttentionOption, Control, Dtype, Quantize, Threads, View, check_names
 from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts, read_settings
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
@@ -36,6 +36,7 @@ def generate(
     ] = "auto",
     rule: Annotated[str | None, Option(help="An acceptance rule; by default the output is the model's.")] = None,
     view: View = None,
+    attention: AttentionOption = None,
     control: Control = "cost",
     ties: Annotated[str, Option(help="keep or recheck: near-ties scored again as transformers does.")] = "keep",
     reference: Annotated[list[Path] | None, Option(help="A text that the output may copy from; repeatable.")] = None,
@@ -90,13 +91,14 @@ def generate(
     documents = [read(path, "--reference") for path in reference or ()]
     check_seed(seed, sample)
     read_items = read_prompts(prompt, file, prompts)
-    names = {"drafts": [draft], "control": control, "rule": rule, "views": [view], "runs": SUBSETS}
-    check_names(model, dtype, quantize, **names)  # type: ignore[arg-type]
+    names: dict[str, Any] = {"drafts": [draft], "control": control, "rule": rule, "views": [view]}
+    check_names(model, dtype, quantize, **names, attention=attention, runs=SUBSETS)
     shortest = 0 if kind_of(check(model, dtype, quantize)) == "subset" else 1  # its masks may be all that is filled
     config = read_settings(fields, settings or (), shortest) | of_canvas(block_length, steps)
     fast = accelerated(
-        model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, runs=SUBSETS
-    )
+        model, dtype, draft, control, quantize, rule, threads=threads, ties=ties, view=view, attention=attention,
+        runs=SUBSETS,
+    )  # fmt: skip
     items = read_items(fast.target.reads_sources)
     places = [f"prompt {i} of {len(items)}" for i in range(1, len(items) + 1)] if prompts is not None else [""]
     requests = [
@@ -131,7 +133,7 @@ class Output:
     def unstreamed(self, stream: bool | None) -> Output:
         """The form of texts whose prompts have masks; raises Refused where a stream of them was requested."""
         if stream:
-            raise Refused("--stream shows text behind a prompt, and masks are within it: drop --stream")
+            raise Refused("--stream shows text after a prompt, and masks are within it: drop --stream")
         return replace(self, stream=False)
 
     def write_all(self, fast: Accelerated, requests: Sequence[Request]) -> int:

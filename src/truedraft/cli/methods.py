@@ -47,6 +47,8 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
         "knobs": {k.name: None if k.default is k.empty else k.default for k in knobs.values()},
         "takes": {k: str(values) for k in knobs if (values := values_of(cls, k)) is not None},
         "presets": {preset: dict(values) for preset, values in cls.card.presets.items()},
+        "part": dict(cls.card.lacks),
+        "also": dict(cls.card.also),
     }
     return entry | ({"guarantee": cls.guarantee} if hasattr(cls, "guarantee") else {})
 
@@ -72,6 +74,10 @@ def _described(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "knobs", _knobs(entry["knobs"], entry["takes"])
     for preset, values in entry["presets"].items():
         yield "preset", f"{preset}: {_knobs(values)}"
+    for name, lacks in entry["part"].items():
+        yield "part", f"{name} holds a part of its paper: {lacks}"
+    for name, answer in entry["also"].items():
+        yield "also for", f"{name}: {answer}" if answer else name
     yield "guarantee", entry.get("guarantee", "")
     yield "needs", ", ".join(entry["needs"])
     yield "paper", entry["paper"]

@@ -39,7 +39,8 @@ def serve(**options: Any) -> int:
     drafts = [name for name in config.drafts if name != "none"]
     check_names(
         config.model, config.dtype, config.quantize,
-        drafts=drafts, control=config.control, rule=config.rule, views=[config.view], runs=CANVASES,
+        drafts=drafts, control=config.control, rule=config.rule, views=[config.view],
+        attention=config.attention, runs=CANVASES,
     )  # fmt: skip
     from truedraft.serve.keys import read_keys
 
@@ -52,7 +53,8 @@ def serve(**options: Any) -> int:
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
-        threads=config.threads, stretched=config.stretched, view=config.view, runs=CANVASES,
+        threads=config.threads, stretched=config.stretched, view=config.view,
+        attention=config.attention, runs=CANVASES,
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

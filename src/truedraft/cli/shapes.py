@@ -16,6 +16,7 @@ from truedraft import loading
 from truedraft.cli._options import COLDEST, AsJson, Threads, check_seeds, use_threads
 from truedraft.cli.train import lines_of
 from truedraft.errors import Refused
+from truedraft.files import check_folder
 
 if TYPE_CHECKING:
     from truedraft.layout import Table
@@ -52,9 +53,7 @@ def shapes(
     Raises Refused, before any work: a file, folder or model cannot be used, or there is nothing to measure.
     """
     if not model and not parameters:
-        raise Refused(
-            "there is nothing to measure: give --model MODEL, or --parameters N for shapes of so many weights"
-        )
+        raise Refused("there is nothing to measure: give --model MODEL, or --parameters N for shapes with N weights")
     given = {"--parameters": (parameters, 0), "--minutes": (minutes, 0), "--length": (length, 1)}
     given |= {"--max-new-tokens": (max_new_tokens, 1), "--layers": (min(layers or LAYERS), 1)}
     for option, (value, least) in given.items():
@@ -63,6 +62,7 @@ def shapes(
     if temperature != 0 and not COLDEST <= temperature < inf:
         raise Refused(f"--temperature {temperature}: give 0, or a number from {COLDEST:g} on")
     check_seeds([seed])
+    check_folder(out, f"--out {out}")
     loading.check(target, argument="--target")
     _, prompts, _ = lines_of(data)
     use_threads(threads)

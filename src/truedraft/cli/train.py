@@ -14,6 +14,7 @@ from typer import Argument, Option
 from truedraft import loading, registry
 from truedraft.cli._options import CANVASES, COLDEST, Threads, check_seeds, use_threads
 from truedraft.errors import Refused
+from truedraft.files import check_folder
 from truedraft.targets import kinds
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def train(
     _check_start(start, resume, policy)
     _check_weights(weights, labels, policy)
     check_seeds([seed])
-    if out.exists() and not out.is_dir():
-        raise Refused(f"--out {out} is not a folder: name another")
+    check_folder(out, f"--out {out}")
     if policy is None:
         registry.check("drafters", registry.parsed(drafter)[0])
     loading.check(target, argument="--target")

@@ -33,7 +33,7 @@ class Control(ABC):
             Refused: it is no dataclass, as controls are.
         """
         if not is_dataclass(self):
-            raise Refused(f"control={self!r} is no dataclass, so an engine cannot have one with the same knobs")
+            raise Refused(f"control={self!r} is no dataclass, so an engine cannot copy its knobs: decorate its class")
         return replace(self)
 
     def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:

@@ -11,7 +11,7 @@ from weakref import ReferenceType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from truedraft.card import Card
+from truedraft.card import Card, lacking
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._learned import Learner
 from truedraft.stores.memory import Memory
@@ -46,6 +46,7 @@ class Drafter(ABC):
     needs: the taps that it requires of every pass.
     takes_references: whether it copies from documents that the caller gives.
     tokenizer: its own tokenizer, if it has one; it must equal the target's, but for `own_tokens`.
+    target_tokenizer: the target's, where that was given.
     own_tokens: ids of its own model that are never drafted, as that of a mask.
     prior_confidence: prior probability that the first token of a draft is accepted.
     autoregressive: whether every level of a draft costs a pass of a model.
@@ -62,6 +63,7 @@ class Drafter(ABC):
     needs: Taps = Taps()
     takes_references: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
+    target_tokenizer: PreTrainedTokenizerBase | None = None
     own_tokens: frozenset[int] = frozenset()
     prior_confidence: ClassVar[float] = 0.15
     autoregressive: bool = False
@@ -75,8 +77,9 @@ class Drafter(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the report of a call: what it was made of that a caller should check."""
-        return []
+        """Sentences for the report of a call: what it lacks of its paper, and what it was made of that a caller should
+        check."""
+        return lacking(self)
 
     @property
     def vocab_size(self) -> int | None:
@@ -91,7 +94,8 @@ class Drafter(ABC):
         """
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Before `bind`: set the target's tokenizer, for a drafter that can have another one."""
+        """Before `bind`: set the target's tokenizer, for a drafter that can have another one, or was trained for it."""
+        self.target_tokenizer = tokenizer
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Before a call: set the target's tokenizer, if there is one."""

@@ -348,7 +348,7 @@ class Review(Many):
             raise Refused(f"{name_of(view)} is no view, and reviews no drafts: put a view before the '<'")
         if not isinstance(inner, Continuing):
             raise Refused(
-                f"{name_of(inner)} cannot continue the drafts of a view: put a lookup or draft-model behind the '<'"
+                f"{name_of(inner)} cannot continue the drafts of a view: put a lookup or draft-model after the '<'"
             )
         super().__init__([Reviewer(view, inner), inner])
 

@@ -266,8 +266,7 @@ class GrowingDrafter(Drafter):
 
     def greedy(self, growing: GrowingTree) -> bool:
         """Whether the reader's logits alone decide what is drafted."""
-        row = growing.row
-        return self.preferred(row) == "likeliest" and not row.request.laws.rowwise
+        return by_logits(self, growing.row)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -286,6 +285,26 @@ class GrowingDrafter(Drafter):
         if self.preferred(row) == "law":
             return request.chance.draw(law, row, count, distinct=self.draws == "distinct")
         return likeliest(keys_of(self, row, law[None], [growing.depth[node]])[0], count)
+
+    def chosen_each(
+        self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor, counts: Sequence[int]
+    ) -> list[list[int]]:
+        """`chosen` at each of some nodes; where tokens are drawn independently of each other, all at once."""
+        row = growing.row
+        if self.preferred(row) != "law" or self.draws != "independent":
+            return [self.chosen(growing, *each) for each in zip(nodes, laws, counts, strict=True)]
+        allowed = [place for place, some in enumerate(laws.any(-1).tolist()) if some]
+        drawn: list[list[int]] = [[] for _ in nodes]
+        if allowed:
+            found = row.request.chance.draw_each(laws[allowed], row, [counts[place] for place in allowed])
+            for place, tokens in zip(allowed, found, strict=True):
+                drawn[place] = tokens
+        return drawn
+
+
+def by_logits(drafter: Drafter, row: Row) -> bool:
+    """Whether what is drafted for a row are the tokens of the largest logits, whatever else was asked for."""
+    return drafter.preferred(row) == "likeliest" and not row.request.laws.rowwise
 
 
 def laws_of(rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:

@@ -86,9 +86,12 @@ class Joint(Drafter):
 
     @property
     def vocab_size(self) -> int | None:
-        sizes = {part.vocab_size for part in self.parts} - {None}
+        sizes = {part.vocab_size for part in self.parts if part.vocab_size is not None}
         if len(sizes) > 1:
-            raise Refused(f"{self.name}: its parts have different vocabulary sizes, {sorted(map(str, sizes))}")
+            raise Refused(
+                f"{self.name}: its parts have vocabularies of different sizes ({', '.join(map(str, sorted(sizes)))}): "
+                "join parts that are made for one model"
+            )
         return sizes.pop() if sizes else None
 
     @property

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.errors import Refused, why
-from truedraft.runtime.identity import fingerprint
+from truedraft.identity import Identity
+from truedraft.runtime.identity import identity_of
 from truedraft.stores import _file as file
+from truedraft.stores.corpus import fingerprint as tokens_of
 from truedraft.tree import Taps
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -22,6 +24,7 @@ Metrics = dict[str, float | list[float]]
 ParameterGroups = tuple[list[nn.Parameter], list[nn.Parameter]]  # those that Muon moves; those that AdamW moves
 
 VERSION = 2
+MADE_FOR = "made_for"  # in a checkpoint's description: the target
 WEIGHTS = "drafter.safetensors"  # file name in a checkpoint's folder
 
 
@@ -122,15 +125,20 @@ class Learner(ABC):
         Raises:
             OSError: it cannot be written; an earlier checkpoint is left as it was.
         """
-        save_learnt(folder, self.name, self.module, model, self.config())
+        save_learnt(folder, self.name, self.module, model, self.config(), tokenizer=self.tokenizer)
 
-    def restore(self, folder: Path, model: PreTrainedModel) -> None:
+    def restore(self, folder: Path, model: PreTrainedModel) -> str:
         """Continue from the checkpoint in a folder.
 
+        Returns:
+            A sentence on the target that it was trained for; empty where that is this one.
+
         Raises:
-            Refused: it is damaged, was trained for another target, or with other knobs.
+            Refused: it is damaged, was trained for a target of other sizes or tokens, or with other knobs.
         """
-        self.resume(*read_learnt(folder, self.name, model))
+        config, weights = read_learnt(folder, self.name, model, self.tokenizer)
+        self.resume(config, weights)
+        return other_weights(config, self.name, folder, model, self.tokenizer)
 
     def parameter_groups(self) -> ParameterGroups:
         """The trained parameters: matrices, moved by Muon, and all others, moved by AdamW."""
@@ -158,11 +166,12 @@ def target_logits(model: Any, states: Tensor) -> Tensor:
 
 def save_learnt(
     folder: Path, name: str, module: nn.Module, model: PreTrainedModel, config: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint atomically.
 
     Args:
+        model, tokenizer: the target, and its tokenizer.
         dtype: of the matrices in the file, fp32 or bf16; other weights are in fp32.
 
     Raises:
@@ -173,38 +182,71 @@ def save_learnt(
     narrow = sorted(n for n, w in weights.items() if w.is_floating_point() and w.ndim > 1 and dtype == torch.bfloat16)
     arrays = {n: (w.float() if w.is_floating_point() else w).numpy() for n, w in weights.items()}
     arrays |= {n: weights[n].to(dtype).view(torch.int16).numpy() for n in narrow}  # numpy has no bf16
-    config = {**config, "target": type(model).__name__, "fingerprint": fingerprint(model), "bfloat16": narrow}
+    config = {**config, MADE_FOR: _identity(model, tokenizer).record(), "bfloat16": narrow}
     file.write(folder / WEIGHTS, f"{name} drafter", VERSION, config, arrays)
 
 
-def read_learnt(folder: Path, name: str, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the weights of a checkpoint.
+def read_learnt(
+    folder: Path, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None,
+    source: str = "",
+) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
+    """The configuration and the weights of a checkpoint for a target.
+
+    source: the folder as the caller named it.
 
     Raises:
-        Refused: there is no checkpoint, it is damaged, or it was trained for another target.
+        Refused: there is none, it is damaged, or it was trained for a target of other sizes or tokens.
     """
-    config, weights = read_weights(folder, name)
-    stored, given = config.get("fingerprint"), fingerprint(model)
-    if stored != given:
-        raise Refused(
-            f"{name}: {str(folder)!r} was trained for another model (a {config.get('target')}, fingerprint {stored}; "
-            f"this is a {type(model).__name__}, {given}): train one for this model"
-        )
+    config, weights = read_weights(folder, name, source)
+    other_weights(config, name, source or folder, model, tokenizer)
     return config, weights
 
 
-def read_weights(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def other_weights(
+    config: dict[str, Any], name: str, source: object, model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> str:  # fmt: skip
+    """A sentence for reports where a checkpoint was trained for other weights of its target; empty where it was not.
+
+    Raises:
+        Refused: it was trained for a target of other sizes or tokens.
+    """
+    fitted = f"{name}: {str(source)!r} was trained"
+    return origin(config).compared(_identity(model, tokenizer), fitted, "train one for this model")
+
+
+def _identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Identity:
+    return identity_of(model, "" if tokenizer is None else tokens_of(tokenizer))
+
+
+def origin(config: dict[str, Any]) -> Identity:
+    """The target that a checkpoint was trained for."""
+    return Identity.read(config.get(MADE_FOR, config))  # of earlier versions, without sizes
+
+
+def read_weights(folder: Path, name: str, source: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """As `read_learnt`, whatever the target that it was trained for.
 
     Raises:
-        Refused: there is no checkpoint, or it is damaged.
+        Refused: there is no checkpoint, it is another method's, or it is damaged.
     """
-    command = f"truedraft train {name} --target MODEL --data FILE --out {folder}"
+    other, ending = file.kind_of(folder / WEIGHTS), " drafter"
+    if other.endswith(ending) and other != f"{name}{ending}":
+        other = other.removesuffix(ending)
+        raise Refused(
+            f"{name}: {source or str(folder)!r} is a checkpoint of {other}, which reads it as "
+            f"draft='{other}:{'head=' if other == 'specdec-pp' else ''}{source or folder}'"
+        )
     if not folder.is_dir():
-        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{command}` makes one)")
-    config, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, command)
+        raise Refused(f"{name}: there is no folder {str(folder)!r} (`{training(name)}` makes one)")
+    config, arrays, _ = file.read(folder / WEIGHTS, f"{name} drafter", VERSION, training(name))
     weights = {n: torch.from_numpy(a.copy()) for n, a in arrays.items()}
     return config, weights | {n: weights[n].view(torch.bfloat16).float() for n in config.get("bfloat16", ())}
+
+
+def training(name: str) -> str:
+    """The command that trains a method, in messages."""
+    return f"truedraft train {name} --target MODEL --data FILE --out NEW_FOLDER"
 
 
 def with_weights(module: Callable[[], Module], weights: dict[str, Tensor], name: str, folder: str | Path) -> Module:

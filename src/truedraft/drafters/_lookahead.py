@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from random import Random
 
 from truedraft.drafters._trees import grafted
@@ -83,16 +85,8 @@ class JacobiWindow:
     def below(self, tree: DraftTree) -> DraftTree:
         """A tree with the window as probes below its root: the oldest guesses are a chain, and those of each column
         follow each other below it."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        above = [0] * len(self.rows[0])
-        for level, guesses in enumerate(self.rows):
-            for column, token in enumerate(guesses):
-                new = len(tree) + len(tokens)
-                parents.append(above[column] if level else (new - 1 if column else 0))
-                above[column] = new
-                tokens.append(token)
-        return tree.with_probes(tokens, parents)
+        parents = _window_parents(len(tree), len(self.rows), len(self.rows[0]))
+        return tree.with_probes([*chain.from_iterable(self.rows)], parents)
 
     def newest(self, tree: DraftTree) -> list[int]:
         """The nodes of its newest guesses in a verified tree, one per column; empty where it is not in it."""
@@ -129,6 +123,13 @@ class JacobiWindow:
         self.rows = [[*guesses[emitted:], *(self.random.choice(text) for _ in range(new))] for guesses in self.rows]
 
 
-def continued(chain: Sequence[int], root: int, after: DraftTree) -> DraftTree:
+@lru_cache(maxsize=1024)
+def _window_parents(first: int, levels: int, columns: int) -> tuple[int, ...]:
+    """The parents of a window's nodes, the first of which has this index."""
+    oldest = (0, *range(first, first + columns - 1))
+    return (*oldest, *range(first, first + (levels - 1) * columns))
+
+
+def continued(drafted: Sequence[int], root: int, after: DraftTree) -> DraftTree:
     """A chain below a root, and a tree below its last token; without confidences."""
-    return grafted(DraftTree.chain(root, chain, [1.0] * len(chain)), len(chain), after).replaced(confidence=None)
+    return grafted(DraftTree.chain(root, drafted, [1.0] * len(drafted)), len(drafted), after).replaced(confidence=None)

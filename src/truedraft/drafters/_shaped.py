@@ -79,9 +79,10 @@ class ShapedDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        return self.distributions.notes
+        return [*super().notes, *self.distributions.notes]
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().translate(tokenizer)
         self.distributions.translate(tokenizer)
 
     def read(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -18,15 +18,15 @@ from truedraft.drafters._base import Drafter, PerRow, Plain
 from truedraft.drafters._compose import compose
 from truedraft.drafters._growing import GrowingDrafter
 from truedraft.drafters._learned import WEIGHTS
-from truedraft.drafters._shaped import ShapedDrafter
 from truedraft.drafters.heads._checkpoint import Foreign, folder_of
+from truedraft.drafters.heads._crossing import CrossingHead
 from truedraft.drafters.heads._drafter import LearnedDrafter
 from truedraft.drafters.heads._head import Head
 from truedraft.drafters.heads._quantize import NONE, copies_of
 from truedraft.drafters.heads._reader import CHUNK as READ
 from truedraft.drafters.heads._reader import FEW
 from truedraft.drafters.heads._weights import StoredWeights
-from truedraft.drafters.models._model import ModelDrafter, unnamed
+from truedraft.drafters.models._model import unnamed
 from truedraft.drafters.models._reader import CHUNK
 from truedraft.errors import Refused
 from truedraft.planning.models import (
@@ -193,7 +193,7 @@ class Side:
             return None, copies
         program = None
         with suppress(NotCompilable, RuntimeError, NotImplementedError), META:
-            program = program_of(self.head, copies) if isinstance(self.head, Head) else None
+            program = program_of(self.head, copies) if isinstance(self.head, Head | CrossingHead) else None
         Linears(self.head, copies)
         return program, copies
 
@@ -249,7 +249,7 @@ def _side(spec: str, target: Sized) -> Side:
     if isinstance(drafter, LearnedDrafter) or hasattr(drafter, "formats"):
         int8 = copies_of(getattr(drafter, "quantize", NONE)) is not None
         return Side(spec, drafter, target, head=_head(drafter, given, target), int8=int8)
-    if given is None and isinstance(drafter, ModelDrafter | ShapedDrafter):
+    if given is None and "draft model" in drafter.card.needs:
         raise unnamed(drafter, f"--draft {name}:MODEL")
     if given is None:
         return Side(spec, drafter, target)

@@ -299,7 +299,7 @@ def sized(
     Raises:
         Refused: there is no such model, or its configuration is of no model of transformers.
     """
-    source = loading.check(name, dtype, quantize, argument)
+    source = loading.model_of(loading.check(name, dtype, quantize, argument), name, argument)
     config = loading.config_of(source)
     device = loading.device_of(name, argument)
     name, _ = loading.split(name)

@@ -67,7 +67,7 @@ class CompiledPass(ExtendingPass):
     def _compile(self) -> None:
         self.program: Program = self._compiled(self.copied)
         self._vocabulary, self._hidden = self.program.widths["logits"], self.program.widths["x"]
-        attending = [op for op in self.program.ops if op.kind == OpKind.ATTEND]
+        attending = [op for op in self.program.ops if op.kind in (OpKind.ATTEND, OpKind.CROSS)]
         self._share = max((op.heads // op.kv_heads for op in attending), default=1)
         self._arena = 0
         self._lists = Variants(self.program, self._compiled, type(self.model).__name__)
@@ -131,8 +131,7 @@ class CompiledPass(ExtendingPass):
 
     def read_pieces(self, pieces: Sequence[Piece], taps: Taps) -> list[Scores]:
         """Read pieces of prompts in one call; see `Runner.read_pieces`."""
-        nodes, embeds = Nodes(), []
-        gather: list[int] = []
+        nodes, gather, embeds = Nodes(), list[int](), []
         for piece in pieces:
             prompt, n, span = piece.prompt, len(piece), slice(piece.start, piece.end)
             nodes.add_chain(piece.slot, piece.start, None if prompt.ids is None else prompt.ids[span].tolist(), n)

@@ -101,7 +101,7 @@ class CompiledHeadPass(CompiledPass):
         key = (), reduction, None
         if key not in self._variants:
             p, queries = self.program, list(self.program.widths).index("q")
-            last = max(i for i, op in enumerate(p.ops) if op.kind == OpKind.PREPARE)
+            last = max(i for i, op in enumerate(p.ops) if op.kind == OpKind.PREPARE and op.kv_heads)
             block = p.ops_of(len(p.outputs) - 2)
             ops = [op for i, op in enumerate(p.ops[: last + 1]) if i not in block or op.dst != queries]
             self._variants[key] = (Op * len(ops))(*ops)

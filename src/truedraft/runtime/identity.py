@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from truedraft.identity import Identity
+
 SAMPLED = 64  # rows of the embedding table that are hashed
+
+
+def identity_of(model: PreTrainedModel, tokens: str = "") -> Identity:
+    """The identity of a model; tokens: the fingerprint of its tokenizer's vocabulary, where that is known."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = config.vocab_size, config.hidden_size, config.num_hidden_layers
+    return Identity(type(model).__name__, fingerprint(model), sizes, tokens)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

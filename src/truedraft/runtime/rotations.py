@@ -45,6 +45,13 @@ class Rotation:
         """x: (..., n, head size), each rotated by its position. positions: (n,)."""
         return self._rotated(x, *(part.to(x.dtype) for part in self.tables(positions)))
 
+    def columns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, (n, numbers that are rotated) each, by their places in a head; fp32, of what
+        they are in a dtype."""
+        cos, sin = (part.to(dtype).float() for part in self.tables(positions))
+        both = [part.repeat_interleave(2, -1) if self.neighbours else part.repeat(1, 2) for part in (cos, sin)]
+        return both[0].contiguous(), (-both[1] if self.backwards else both[1]).contiguous()
+
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         count = 2 * cos.shape[-1]
         part, rest = x[..., :count], x[..., count:]
@@ -76,7 +83,8 @@ class CachedKeys:
 
 
 def cached_keys(model: PreTrainedModel, layer: int, layers: int) -> CachedKeys:
-    """Measure what a decoder's layer keeps. layers: of the decoder.
+    """Measure what a decoder's layer keeps. layers: of the decoder. A model without numbers, on the meta device, tells
+    the sizes alone; the rotation is none then.
 
     Raises:
         Refused: it keeps other things than keys and values of every position, or their rotation is not found.
@@ -98,7 +106,7 @@ def cached_keys(model: PreTrainedModel, layer: int, layers: int) -> CachedKeys:
     keys, values = getattr(kept, "keys", None), getattr(kept, "values", None)
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.shape[2:3] == (POSITIONS,)):
         raise Refused(f"the keys of {name} cannot be read: layer {layer} has no keys and values of every position")
-    rotation = _explained(keys[0], blocks[layer], calls)
+    rotation = Rotation(_none, False) if keys.is_meta else _explained(keys[0], blocks[layer], calls)
     if rotation is None:
         raise Refused(f"the keys of {name} cannot be read: how they depend on their positions is not found")
     return CachedKeys(keys.shape[1], keys.shape[3], values.shape[3], rotation)

@@ -125,8 +125,8 @@ class CrossAttentionPass(CompiledPass):
 
     def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
         counts, sources = self.seq2seq_cache.counts, self.seq2seq_cache.source_mask.shape[1]
-        numbers |= {"sources": sources, "longest": max(nodes.longest, sources)}
-        lists["source_lengths"] = [counts[slot] for slot in nodes.slot]
+        numbers |= {"sources": sources, "source_slots": len(counts), "longest": max(nodes.longest, sources)}
+        lists |= {"source_lengths": [counts[slot] for slot in nodes.slot], "source_slot": nodes.slot}
 
 
 class CompiledSeq2SeqPass(CrossAttentionPass, CompiledStackPass):

@@ -7,12 +7,14 @@ import gc
 import logging
 import time
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
@@ -29,7 +31,7 @@ from truedraft.serve import chat, completions
 from truedraft.serve.answer import Answer, Rows, error_response, json_response
 from truedraft.serve.canvases import ServedCanvas
 from truedraft.serve.config import ServeConfig
-from truedraft.serve.errors import ApiError, of_refusal, of_validation
+from truedraft.serve.errors import ApiError
 from truedraft.serve.formats import Format
 from truedraft.serve.keys import Keys, authenticated
 from truedraft.serve.learning import Learning
@@ -37,6 +39,7 @@ from truedraft.serve.live import add_page
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.metrics import Metrics
 from truedraft.serve.model import ServedModel
+from truedraft.serve.peers import spelled, translated
 from truedraft.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -46,6 +49,7 @@ from truedraft.serve.protocol import (
     TokenizeBody,
 )
 from truedraft.serve.record import Recorder
+from truedraft.serve.refusals import of_refusal, of_validation
 from truedraft.serve.security import HEADERS, Headers, check_origin
 from truedraft.serve.settings import Plan
 
@@ -161,13 +165,17 @@ class Server:
         self.namespace(request)  # no body is read without a key
         text = await read_body(request, self.config)
         try:
-            given = from_json(text, allow_inf_nan=False)
+            given = from_json(text.removeprefix(BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body is no JSON object: give parameters by name", code="invalid_json")
+        named = translated(given)
+        request.state.spelled = spelled(given)
         try:
-            return kind.model_validate(given)
+            return kind.model_validate(named)
         except ValidationError as error:
-            raise of_validation(error) from None
+            raise of_validation(error, named) from None
 
     async def answered(
         self, request: Request, body: GenerationBody, prepare: Callable[[str, str], tuple[Plan, Format]]
@@ -304,21 +312,30 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         return json_response({"prompt": await run_in_threadpool(model.tokenizer.decode, tokens)})
 
     @app.get("/health", response_model=None)
+    @app.get("/v1/health", response_model=None)
+    @app.get("/ping", response_model=None)
     async def health() -> Response:
         status = "ready" if server.ready else "ending" if server.draining else "starting"
         return json_response({"status": status}, 200 if server.ready else 503)
+
+    @app.get("/version", response_model=None)
+    async def version() -> Response:
+        return json_response({"version": __version__})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         text, kind = server.metrics_page()
         return Response(text, media_type=kind)
 
+    for route in [route for route in app.routes if isinstance(route, APIRoute) and route.methods == {"GET"}]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+
 
 def _model_card(server: Server) -> dict[str, Any]:
     return {
         "id": server.model.name, "object": "model", "created": int(server.started), "owned_by": "truedraft",
         "root": server.config.model, "parent": None, "max_model_len": server.model.max_model_len,
-        "drafts": list(server.config.drafts),
+        "drafts": list(server.config.drafts), "chat": server.model.has_chat,
     }  # fmt: skip
 
 
@@ -333,11 +350,11 @@ def _add_handlers(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return answered(error)
+        return answered(error.renamed(getattr(request.state, "spelled", {})))
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
-        return answered(of_refusal(error))
+        return await api_error(request, of_refusal(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

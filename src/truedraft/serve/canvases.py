@@ -21,7 +21,7 @@ COPIED = "diffusion models copy from no texts"
 SCORED = "positions of a diffusion model are scored before all that stands before them is known"
 MEANINGLESS = {  # parameter -> why it has no meaning
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "response_format"), PREFIX),
-    **dict.fromkeys(("structured_outputs", "tools", "logit_bias"), PREFIX),
+    **dict.fromkeys(("structured_outputs", "tools", "logit_bias", "bad_words"), PREFIX),
     **dict.fromkeys(("references", "prediction"), COPIED),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), SCORED),
 }
@@ -48,6 +48,9 @@ class ServedCanvas(ServedModel):
     def drafter(self, name: str | None, copies: bool, constrained: bool) -> Any:
         """ "default", or None for one canvas per pass."""
         return super().drafter(name, False, False)
+
+    def before_switch(self, prompt: int) -> None:
+        """None: canvases are read as a whole in every pass, by the embeddings of their whole length."""
 
     def check(self, body: GenerationBody) -> None:
         for name, reason in MEANINGLESS.items():

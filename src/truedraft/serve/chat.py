@@ -9,11 +9,11 @@ from truedraft.serve.errors import ApiError
 from truedraft.serve.formats import ChatFormat, Format
 from truedraft.serve.model import ServedModel
 from truedraft.serve.protocol import ChatBody, TokenizeBody
-from truedraft.serve.settings import Plan, planned
+from truedraft.serve.settings import Plan, constraint_of, planned
 from truedraft.text.templates import render
 from truedraft.text.token_text import token_text
 from truedraft.text.tool_calls import ToolParser, markers, parser_for
-from truedraft.text.tool_grammar import call_grammar
+from truedraft.text.tool_grammar import answer_grammar, call_grammar
 
 
 def prepare(model: ServedModel, body: ChatBody, namespace: str, id: str) -> tuple[Plan, Format]:
@@ -31,7 +31,10 @@ def prepare(model: ServedModel, body: ChatBody, namespace: str, id: str) -> tupl
         return parser_for(model.tokenizer, callable_tools, prompt)
 
     kept = markers(model.tokenizer) if parser() is not None else ()
-    plan = planned(model, body, [ids], namespace, id, forced, kept)
+    around = None
+    if forced is None and constraint_of(body, None, None) is not None:
+        around = answer_grammar(model.tokenizer, callable_tools, prompt=prompt)
+    plan = planned(model, body, [ids], namespace, id, forced, kept, around)
     return plan, ChatFormat(id, int(time.time()), model.name, plan, bool(body.return_tokens), parser=parser)
 
 

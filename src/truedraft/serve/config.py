@@ -46,6 +46,7 @@ class ServeConfig:
     allow_draft: tuple[str, ...] = _setting((), "A further drafter that requests may name; repeatable.")
     rule: str | None = _setting(None, "An acceptance rule; by default the output is the model's.")
     view: str | None = _setting(None, "lossy/NAME: generate under a view, an approximation; another text.")
+    attention: str | None = _setting(None, "Of a diffusion model: whole or blocks; its views are for whole.")
     control: str = _setting("cost", "Draft size: cost (what pays here) or fixed (always full).")
     memory: Path | None = _setting(None, "A file of earlier outputs, read at the start and written at the end.")
     record: Path | None = _setting(None, "A file to keep prompts and responses in, to train drafters on.")
@@ -145,12 +146,18 @@ def configured(file: Path | None, options: Mapping[str, Any]) -> ServeConfig:
     settings: dict[str, Any] = {}
     if file is not None:
         try:
-            settings = tomllib.loads(file.read_text(encoding="utf-8"))
+            settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
             raise Refused(f"config {file}: {why(e)}") from e
         if unknown := sorted({*settings} - {each.name for each in dataclasses.fields(ServeConfig)}):
             raise Refused(f"config {file}: {unknown[0]} is no setting; `truedraft serve --help` lists them")
     return ServeConfig(**settings | dict(options))
+
+
+FORMS: dict[type, str] = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path",
+    tuple: "a list of texts", dict: "a table of names and paths",
+}  # fmt: skip
 
 
 def _checked(each: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
@@ -171,8 +178,10 @@ def _checked(each: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
         value = Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, origin) or (isinstance(value, bool) and kind is not bool):
-        raise Refused(f"{each.name}={value!r}: {meta['help'].rstrip('.')}")
+        raise Refused(f"{each.name}={value!r}: give {FORMS[origin]} ({meta['help'].rstrip('.')})")
     low, high = meta["low"], meta["high"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from threading import Lock
 from typing import Any, Literal
 
@@ -32,8 +33,9 @@ class Constraint(RowwiseProcessor):
     """Sets the scores of tokens that a grammar does not allow next to -inf; ends of text are allowed if it may end.
 
     It has precedence over the processors before it: if these exclude all that the grammar allows, what it allows has
-    score 0. After a draft that the grammar forbids, and after an end of text, scores stay as they are; `Enforced`
-    makes sure that neither is ever emitted. Text that the grammar forces is allowed in the tokenizer's own tokens only.
+    score 0, and the place is noted. After a draft that the grammar forbids, and after an end of text, scores stay as
+    they are; `Enforced` makes sure that neither is ever emitted. Text that the grammar forces is allowed in the
+    tokenizer's own tokens only.
 
     Raises Refused, at a call, if the parser reaches one of its limits.
 
@@ -42,12 +44,17 @@ class Constraint(RowwiseProcessor):
         ends: the tokens that end a text.
         prompt: tokens of the prompt, padding included, which are not constrained.
         stops: further tokens that end this text, which are allowed if it may end, and nowhere else.
+        size: tokens of the vocabulary; the parser may have more.
+
+    Attributes:
+        overridden: outputs after which the processors before it had excluded all that the grammar allows.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int] = ()):
-        self._start, self._ends, self._prompt = matcher, ends.union(stops), prompt
+    def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int], size: int):
+        self._start, self._ends, self._prompt, self._size = matcher, ends.union(stops), prompt, size
         self._stops, self._any_end = sorted(self._ends - ends), min(ends)
         self._matcher, self._consumed = matcher.deep_copy(), list[int]()
+        self.overridden: set[tuple[int, ...]] = set()
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         outputs = input_ids[:, self._prompt :].tolist()
@@ -59,7 +66,7 @@ class Constraint(RowwiseProcessor):
         output = ids[self._prompt :]
         if not self._ends.isdisjoint(output) or not self._follow(output):
             return []
-        return list(self._matcher.compute_ff_tokens())
+        return [*takewhile(lambda token: token < self._size, self._matcher.compute_ff_tokens())]
 
     def _constrained(self, output: list[int], scores: Tensor) -> Tensor:
         """(V,) scores after the tokens of an output."""
@@ -68,6 +75,7 @@ class Constraint(RowwiseProcessor):
         excluded = ~self._with_stops(_bits(mask, len(scores))).to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
+            self.overridden.add(tuple(output))
             constrained = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
         return constrained
 
@@ -112,6 +120,7 @@ class Enforced(RowwiseCriterion):
         prompt: tokens of the prompt.
         least: tokens that the text must have before its end.
         text: reads the text up to a stop string; None if there are no stop strings.
+        overridden: of the processor.
         spelled: the tokens of a text.
     """
 
@@ -122,10 +131,11 @@ class Enforced(RowwiseCriterion):
         prompt: int,
         least: int = 0,
         text: OutputText | None = None,
+        overridden: Collection[tuple[int, ...]] = (),
         spelled: Callable[[str], list[int] | None] = lambda text: None,
     ):
         self._start, self._matcher, self._ends, self._prompt = matcher, matcher.deep_copy(), ends, prompt
-        self._least, self._text, self._spelled = least, text, spelled
+        self._least, self._text, self._overridden, self._spelled = least, text, overridden, spelled
         self._read, self._whole = prompt, ""
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor, **kwargs: Any) -> BoolTensor:
@@ -134,9 +144,15 @@ class Enforced(RowwiseCriterion):
         Raises:
             Refused: the text is not that of the grammar, or ends where it may not.
         """
-        for token in input_ids[0, self._read :].tolist():
+        output = input_ids[0, self._prompt :].tolist()
+        for at in range(self._read - self._prompt, len(output)):
             self._read += 1
-            self._add(token)
+            self._add(output[at])
+            if self._overridden and tuple(output[:at]) in self._overridden:
+                raise Refused(
+                    "another parameter, such as bad_words or min_tokens, excludes all that the constraint allows at "
+                    "this point: leave one of them out"
+                )
         return tensor([False])  # type: ignore[return-value]
 
     def _add(self, token: int) -> None:
@@ -213,7 +229,8 @@ class Constraints:
         Raises:
             Refused: the definition is invalid, too large, or cannot be enforced whole.
         """
-        return Constraint(self._compile(kind, definition, around), self._ends, prompt, stops)
+        matcher = self._compile(kind, definition, around)
+        return Constraint(matcher, self._ends, prompt, stops, self._tokens.vocab_size - 1)
 
     def enforced(
         self,
@@ -224,13 +241,14 @@ class Constraints:
         stops: Collection[int] = (),
         least: int = 0,
         text: OutputText | None = None,
+        overridden: Collection[tuple[int, ...]] = (),
     ) -> Enforced:
         """The criterion that goes with the processor of the same arguments.
 
-        least, text: as in `Enforced`.
+        least, text, overridden: as in `Enforced`.
         """
-        matcher = self._compile(kind, definition, around)
-        return Enforced(matcher, self._ends.union(stops), prompt, least, text, self._texts.spelled)
+        matcher, ends = self._compile(kind, definition, around), self._ends.union(stops)
+        return Enforced(matcher, ends, prompt, least, text, overridden, self._texts.spelled)
 
     def _compile(self, kind: Kind, definition: Any, around: str | None) -> Any:
         text = self._text(kind, definition)

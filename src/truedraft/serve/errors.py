@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from pydantic import ValidationError
-
-from truedraft.errors import Refused
 
 KINDS = {
     400: "invalid_request_error",
@@ -23,7 +19,6 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-SHOWN = 80  # characters of a value in a message
 
 
 class ApiError(Exception):
@@ -53,40 +48,15 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The error about the same parameters, by the names that a request gives them.
 
-def of_refusal(error: Refused, param: str | None = None) -> ApiError:
-    """The API's error for a setting that the engine refuses."""
-    named = re.match(r"([a-z_]+)=", str(error))
-    return ApiError(400, str(error), param or (named and named[1]) or None)
-
-
-def of_validation(error: ValidationError) -> ApiError:
-    """The API's error for a body that does not fit the schema: the first fault, with its path."""
-    fault = _clearest(error.errors(include_url=False))
-    path = _path(fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"{path} is not a parameter of this endpoint: leave it out", path, "unknown_parameter")
-    if fault["type"] == "missing":
-        return ApiError(400, f"{path} is missing: it is required", path, "missing_required_parameter")
-    reason = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
-    reason = reason[:1].lower() + reason[1:]
-    if fault["type"] == "value_error":
-        return ApiError(400, f"{path}: {reason}" if path else reason, path or None, "invalid_value")
-    return ApiError(400, f"{path}={_short(fault['input'])}: {reason}", path, "invalid_value")
-
-
-def _clearest(faults: Sequence[Any]) -> Any:
-    """Of the faults of all members of a union, that of the member which fits furthest."""
-    return max(faults, key=lambda fault: len(fault["loc"]))
-
-
-def _path(loc: Sequence[str | int]) -> str:
-    parts = [part for part in loc if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part)]
-    types = {"str", "int", "float", "bool", "list", "dict", "none"}
-    names = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part not in types]
-    return "".join(names).lstrip(".")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        names: parameters as the server names them -> their names there.
+        """
+        message, param = self.message, self.param
+        for name, other in names.items():
+            if re.search(rf"(?<![\w.]){re.escape(other)}(?!\w)", self.message):
+                continue  # it has that name already
+            whole = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w])")
+            message, param = whole.sub(other, message), whole.sub(other, param) if param else param
+        return ApiError(self.status, message, param, self.code, self.headers)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -116,12 +117,12 @@ class Front:
         self.replicas.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = {"/health": self._health, "/metrics": self._metrics}.get(scope["path"])
+        own = OWN.get(scope["path"])
         try:
-            if own is None or scope["method"] != "GET":
+            if own is None or scope["method"] not in ("GET", "HEAD"):
                 await self._forward(Request(scope, receive), send)
                 return
-            response = await own()
+            response = await own(self)
         except ApiError as error:
             response = error_response(error)
         except TimeoutError:
@@ -202,6 +203,14 @@ class Front:
                 self._places.popitem(last=False)
 
 
+OWN = {
+    "/health": Front._health,
+    "/v1/health": Front._health,
+    "/ping": Front._health,
+    "/metrics": Front._metrics,
+}  # paths that the front answers itself
+
+
 def _begins_events(message: Message) -> bool:
     headers = dict(message.get("headers", ()))
     return headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -210,7 +219,7 @@ def _begins_events(message: Message) -> bool:
 def _parsed(body: bytes) -> dict[str, Any]:
     """The object that a body is; for others an empty one, since the replica refuses them."""
     try:
-        given = from_json(body)
+        given = from_json(body.removeprefix(BOM_UTF8))
     except ValueError:
         return {}
     return given if isinstance(given, dict) else {}

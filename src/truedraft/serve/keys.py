@@ -85,7 +85,7 @@ def read_keys(path: Path | None) -> Keys:
         entries, where = os.environ.get(VARIABLE, "").split(","), VARIABLE
     else:
         try:
-            entries, where = path.read_text(encoding="utf-8").splitlines(), f"api_keys {path}"
+            entries, where = path.read_text(encoding="utf-8-sig").splitlines(), f"api_keys {path}"
             readable = path.stat().st_mode & 0o004
         except (OSError, UnicodeDecodeError) as e:
             raise Refused(f"api_keys {path}: {why(e)}") from e

@@ -30,8 +30,7 @@ from truedraft.parts import fitted
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.loop import EngineLoop
 from truedraft.serve.model import ServedModel
-from truedraft.train.checkpoints import STATE
-from truedraft.train.drafter import LOG
+from truedraft.train.checkpoints import LOG, STATE
 
 DRAFT_MODEL = "draft-model"  # the training of drafters whose draft model is all that there is to train
 POLL = 1.0  # seconds between two looks at the file, and at the process

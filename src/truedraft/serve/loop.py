@@ -15,10 +15,11 @@ import torch
 
 from truedraft.continuous import ContinuousEngine
 from truedraft.engine_request import EngineRequest
-from truedraft.errors import NoRoom, Refused, let_go, why
-from truedraft.serve.errors import ApiError, of_refusal
+from truedraft.errors import Refused, let_go, why
+from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.queue import FairQueue
+from truedraft.serve.refusals import of_refusal
 
 T = TypeVar("T")
 EVENTS = 800  # most events of all streams per second: each takes the interpreter from the engine for some 0.1 ms
@@ -183,7 +184,7 @@ class EngineLoop(threading.Thread):
                     max_new_tokens=max(job.max_tokens, 1), **job.settings,
                 )  # fmt: skip
             except Refused as error:
-                job.error = ApiError(503, str(error)) if isinstance(error, NoRoom) else of_refusal(error)
+                job.error = of_refusal(error)
             except Exception as error:
                 log.exception("a request could not begin")
                 job.error = ApiError(500, f"the request failed: {why(error)}")

@@ -24,6 +24,7 @@ from truedraft.serve.constraints import Constraints
 from truedraft.serve.errors import ApiError
 from truedraft.serve.protocol import GenerationBody
 from truedraft.serve.stops import Shown, StopStrings
+from truedraft.targets.quirks import steps_before_switch
 
 RESPONSES = 1000  # responses of a namespace that later requests may refer to
 RESPONSE_TOKENS = 1 << 22  # and their tokens, of 4 bytes each
@@ -67,6 +68,11 @@ class ServedModel:
         self._responses: dict[str, OrderedDict[str, array[int]]] = {}
         self._remembered: Counter[str] = Counter()
         self._lock = Lock()
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template, of the tokenizer or of the settings, and not the messages' text alone."""
+        return bool(self.tokenizer.chat_template) and self.tokenizer.chat_template != PLAIN_TEMPLATE
 
     def _loaded(self, name: str) -> Drafter:
         if name == "none":
@@ -120,6 +126,10 @@ class ServedModel:
         """Whether the pass that reads a prompt gives the probabilities of its tokens."""
         return self.fast.target.granularity is not None
 
+    def before_switch(self, prompt: int) -> tuple[int, str] | None:
+        """Most tokens behind a prompt, up to the length at which its rotary embeddings change; see `quirks`."""
+        return steps_before_switch(self.fast.model.config.get_text_config(decoder=True), prompt)
+
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError where a parameter has no meaning for this model."""
 
@@ -167,7 +177,7 @@ def longest_of(fast: Accelerated | AcceleratedCanvas, config: ServeConfig) -> in
     if config.max_model_len is None:
         return context or 4096
     if context is not None and config.max_model_len > context:
-        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions")
+        raise Refused(f"max_model_len={config.max_model_len}: the model's context has {context} positions; give fewer")
     return config.max_model_len
 
 
@@ -183,6 +193,6 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, config: ServeConfig) -> P
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise Refused(f"{path}: {why(e)}") from e

@@ -11,6 +11,7 @@ from truedraft.serve.listing import RowTokens
 from truedraft.serve.model import ServedModel
 from truedraft.serve.prediction import Prediction
 from truedraft.serve.settings import Plan
+from truedraft.text import tool_calls
 from truedraft.text.tool_calls import ToolParser
 
 
@@ -37,6 +38,7 @@ class RowOutput:
 
     Attributes:
         listed: its tokens, as far as they are listed.
+        reasoning_tokens: those of the reasoning, its tags included, which the parser tells from the answer.
     """
 
     def __init__(self, model: ServedModel, plan: Plan, job: Job, parser: ToolParser | None, lists: bool = False):
@@ -45,7 +47,8 @@ class RowOutput:
         self._text = plan.shown.text(job.ids)
         self._read = 0
         self.prediction = None if plan.predicted is None else Prediction(plan.predicted)
-        self.text_length = 0
+        self._parts: list[tool_calls.Delta] = []  # what the parser has read since the last advance
+        self.text_length = self.reasoning_tokens = 0
         self.has_calls = False
         self.finish_reason: str | None = None
 
@@ -68,23 +71,36 @@ class RowOutput:
         if self.prediction is not None:
             self.prediction.feed(self.job.tokens[start:count])
         visible = self._visible(start, count)
-        text = self._text.feed(visible)
+        text, rest = self._feed(visible), ""
         if self.job.finish_reason is not None and count == len(self.job.tokens):
-            text += self._text.end()
+            rest = self._text.end()
             self.finish_reason = "stop" if self.stopped else self.job.finish_reason
         elif self.stopped:
             self.finish_reason = "stop"
-        self.text_length += len(text)
+        self.text_length += len(text) + len(rest)
         tokens = self._tokens(visible, count) if self._lists else range(0)
-        return Delta(text, tokens) if self._parser is None else self._parsed(self._parser, text, tokens)
+        return Delta(text + rest, tokens) if self._parser is None else self._parsed(self._parser, rest, tokens)
+
+    def _feed(self, tokens: Sequence[int]) -> str:
+        """The text that tokens complete. The parser reads it token by token, so that those of reasoning are counted."""
+        if self._parser is None:
+            return self._text.feed(tokens)
+        texts = []
+        for token in tokens:
+            texts.append(self._text.feed([token]))
+            within = self._parser.in_reasoning
+            self._parts.append(self._parser.feed(texts[-1]))
+            self.reasoning_tokens += within or self._parser.in_reasoning
+        return "".join(texts)
 
     def _tokens(self, visible: Sequence[int], count: int) -> range:
         """The tokens to list now."""
         ended = self.finish_reason is not None
         return self.listed.advance(visible, count, self.text_length, ended, self.stopped)
 
-    def _parsed(self, parser: ToolParser, text: str, tokens: range) -> Delta:
-        parts = [parser.feed(text), *([parser.finish()] if self.finish_reason is not None else [])]
+    def _parsed(self, parser: ToolParser, rest: str, tokens: range) -> Delta:
+        parts = [*self._parts, parser.feed(rest), *([parser.finish()] if self.finish_reason is not None else [])]
+        self._parts = []
         calls = tuple(call for part in parts for call in part.tool_calls)
         self.has_calls = self.has_calls or bool(calls)
         if self.finish_reason == "stop" and self.has_calls:
@@ -120,7 +136,7 @@ def usage_of(plan: Plan, rows: Sequence[RowOutput]) -> dict[str, Any]:
     usage["completion_tokens_details"] = {
         "accepted_prediction_tokens": sum(prediction.accepted for prediction in followed),
         "rejected_prediction_tokens": sum(prediction.rejected for prediction in followed),
-        "reasoning_tokens": 0, "audio_tokens": 0,
+        "reasoning_tokens": sum(row.reasoning_tokens for row in rows), "audio_tokens": 0,
     }  # fmt: skip
     return usage
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from truedraft.errors import Refused
 from truedraft.serve.constraints import Constraint, Enforced, Kind
 from truedraft.serve.errors import ApiError
 from truedraft.serve.job import Job
 from truedraft.serve.listing import Listing
 from truedraft.serve.model import ServedModel
-from truedraft.serve.processors import OutputPenalties
+from truedraft.serve.processors import BadWords, OutputPenalties, spellings
 from truedraft.serve.protocol import (
+    UNLIMITED,
     ChatBody,
     CompletionBody,
     FileReference,
@@ -25,6 +27,7 @@ from truedraft.serve.protocol import (
     ResponseReference,
     TextReference,
 )
+from truedraft.serve.refusals import of_refusal
 from truedraft.serve.stops import Shown
 from truedraft.text.token_text import token_text
 
@@ -92,6 +95,7 @@ def planned(
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     logprobs, scored = _logprobs(model, body), _scored(model, body)
     constraint = constraint_of(body, forced, around)
+    banned = _bad_words(model, body)
     shown = _shown(model, body, kept, constraint is not None)
     shared = _sampling(model, body) | _ends(model, body) | {
         "draft": model.drafter(body.draft, bool(references), constraint is not None),
@@ -105,7 +109,7 @@ def planned(
     for ids in prompts:
         most = max_tokens(model, body, len(ids))
         for choice in range(n):
-            processors, criteria = _penalties(body, len(ids)), StoppingCriteriaList()
+            processors, criteria = _processors(body, len(ids), banned), StoppingCriteriaList()
             if shown.stop:
                 criteria.append(model.stops(ids, shown))
             if constraint is not None:
@@ -128,6 +132,7 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
         ("prompt", prompts, config.max_prompts),
         ("stop", len(stop), config.max_stop),
         ("stop_token_ids", len(body.stop_token_ids or ()), config.max_stop),
+        ("bad_words", len(body.bad_words or ()), config.max_logit_bias),
         ("logit_bias", len(body.logit_bias or ()), config.max_logit_bias),
         ("references", len(body.references or ()), config.max_references),
     ):
@@ -143,7 +148,7 @@ def check_bounds(model: ServedModel, body: GenerationBody, prompts: int) -> None
     if (name := body.model) is not None and name != model.name:
         raise ApiError(404, f"model={name!r} is not served here: use {model.name!r}", "model", "model_not_found")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+        raise ApiError(400, "stream_options needs stream=true: give it, or leave both out", "stream_options")
 
 
 def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> None:
@@ -156,21 +161,22 @@ def _check_copied(model: ServedModel, references: Sequence[Sequence[int]]) -> No
 
 
 def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
-    """Most tokens that a row emits.
+    """Most tokens that a row emits; by default, in a chat, all for which there is room.
 
     Raises:
-        ApiError: they do not fit in the context behind the prompt.
+        ApiError: they do not fit in the context behind the prompt, or cross the length at which its rotary embeddings
+            change.
     """
     room = model.max_model_len - prompt
+    switch = model.before_switch(prompt)
+    near = room if switch is None else min(room, switch[0])
     longer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     name = "max_completion_tokens" if longer else "max_tokens"
-    if isinstance(body, CompletionBody):
-        given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        most = min(given, max(room, 1)) if body.max_tokens is None else given
+    chosen = getattr(body, name)
+    if chosen is None and isinstance(body, CompletionBody):
+        most = min(DEFAULT_MAX_TOKENS, max(near, 1))
     else:
-        assert isinstance(body, ChatBody)
-        chosen = getattr(body, name)
-        most = max(room, 1) if chosen is None else chosen
+        most = max(near, 1) if chosen in (None, UNLIMITED) else chosen
     if prompt < 1:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     if most > room:
@@ -181,8 +187,12 @@ def max_tokens(model: ServedModel, body: GenerationBody, prompt: int) -> int:
             f"{name}",
             name, "context_length_exceeded",
         )  # fmt: skip
+    if switch is not None and most > switch[0]:
+        remedy = f"set {name} to at most {switch[0]}" if switch[0] > 0 else "shorten the prompt"
+        text = f"{name}={most}: a prompt of {prompt} tokens and {most} new ones reach {switch[1]}: {remedy}"
+        raise ApiError(400, text, name, "context_length_exceeded")
     if (body.min_tokens or 0) > most:
-        raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}", "min_tokens")
+        raise ApiError(400, f"min_tokens={body.min_tokens} is more than {name}={most}: lower it", "min_tokens")
     return most
 
 
@@ -230,6 +240,7 @@ def _ends(model: ServedModel, body: GenerationBody) -> dict[str, Any]:
         "eos_token_id": ends or None,
         "pad_token_id": model.tokenizer.pad_token_id or 0,
         "min_new_tokens": body.min_tokens or None,
+        "num_beams": 1,
     }
 
 
@@ -250,6 +261,7 @@ def constraint_of(body: GenerationBody, forced: str | None, around: str | None) 
             "json_schema": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar
         }  # fmt: skip
         found += [(kind, value) for kind, value in kinds.items() if value is not None]
+        found += [("json_object", None)] if given.json_object else []
     if len(found) > 1:
         names = "response_format, structured_outputs and tool_choice"
         raise ApiError(400, f"{names} all constrain the text: give one of them", "response_format")
@@ -258,23 +270,65 @@ def constraint_of(body: GenerationBody, forced: str | None, around: str | None) 
     return (*found[0], None if forced else around) if found else None
 
 
-def _penalties(body: GenerationBody, prompt: int) -> LogitsProcessorList:
-    if not (body.frequency_penalty or body.presence_penalty):
-        return LogitsProcessorList()
-    return LogitsProcessorList([OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt)])
+def _processors(body: GenerationBody, prompt: int, banned: Sequence[Sequence[int]]) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    if body.frequency_penalty or body.presence_penalty:
+        processors.append(OutputPenalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, prompt))
+    if banned:
+        processors.append(BadWords(banned))
+    return processors
 
 
 def _constrain(
     model: ServedModel, body: GenerationBody, constraint: Constraining, ids: Sequence[int], shown: Shown
 ) -> tuple[Constraint, Enforced]:
-    """The processor that constrains one row, and the criterion that fails it should that not hold."""
+    """The processor that constrains one row, and the criterion that fails it should that not hold.
+
+    Raises:
+        ApiError: the constraint cannot be enforced.
+    """
     kind, definition, around = constraint
+    param = _source(body, kind)
+    if not model.end_ids:
+        reason = f"{param}: this model has no end-of-text token, with which a constrained text ends: leave it out"
+        raise ApiError(400, reason, param, "unsupported_parameter")
     prompt, stops = len(ids), body.stop_token_ids or ()
     text = shown.text(ids) if shown.stop else None
-    return (
-        model.constraints.processor(kind, definition, prompt, around, stops),
-        model.constraints.enforced(kind, definition, prompt, around, stops, body.min_tokens or 0, text),
-    )
+    try:
+        constrained = model.constraints.processor(kind, definition, prompt, around, stops)
+        enforced = model.constraints.enforced(
+            kind, definition, prompt, around, stops, body.min_tokens or 0, text, constrained.overridden
+        )
+    except Refused as error:
+        raise of_refusal(Refused(f"{param}: {error}"), param) from error
+    return constrained, enforced
+
+
+def _source(body: GenerationBody, kind: Kind) -> str:
+    """The parameter that a constraint is from."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    members = {"json_schema": "json"}
+    return "tools" if body.structured_outputs is None else f"structured_outputs.{members.get(kind, kind)}"
+
+
+def _bad_words(model: ServedModel, body: GenerationBody) -> list[list[int]]:
+    """The sequences of tokens that must not be completed.
+
+    Raises:
+        ApiError: a word has no tokens, tokens that the model lacks, or is what ends a text.
+    """
+    found: list[list[int]] = []
+    for i, word in enumerate(body.bad_words or ()):
+        ways = spellings(model.tokenizer, word)
+        for ids in ways:
+            if not ids or max(ids) >= model.fast.target.vocabulary:
+                reason = "it has no tokens" if not ids else "it has tokens that the model lacks"
+                raise ApiError(400, f"bad_words[{i}]={word!r:.80}: {reason}; leave it out", "bad_words")
+            if len(ids) == 1 and ids[0] in model.end_ids:
+                raise ApiError(400, f"bad_words[{i}]={word!r:.80} ends the text: use ignore_eos", "bad_words")
+        found += ways
+    return found
 
 
 def _logprobs(model: ServedModel, body: GenerationBody) -> int | None:
@@ -327,12 +381,16 @@ def documents_of(model: ServedModel, reference: Reference, namespace: str, index
         case FileReference(name=name):
             if name not in model.files:
                 raise ApiError(
-                    404, f"references[{index}]: this server was started without a file {name!r}", "references"
+                    404,
+                    f"references[{index}]: this server was started without a file {name!r}: give its text",
+                    "references",
                 )
             return model.files[name]
         case ResponseReference(id=id):
             if (tokens := model.response(namespace, id)) is None:
-                raise ApiError(404, f"references[{index}]: there is no response {id!r} any more", "references")
+                raise ApiError(
+                    404, f"references[{index}]: no response {id!r} is kept here: give its text", "references"
+                )
             return tokens
         case TextReference(text=text):
             return model.encoded(text, False)

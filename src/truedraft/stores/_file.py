@@ -22,6 +22,7 @@ from truedraft.errors import Refused
 from truedraft.files import replacing
 
 PART = 1 << 24  # bytes checked at a time
+OWN = "truedraft "  # before the kind of a file, in its metadata
 
 
 def write(
@@ -38,7 +39,7 @@ def write(
     from safetensors.numpy import save_file
 
     description = json.dumps(config)
-    metadata = {"format": f"truedraft {kind}", "version": str(version)}
+    metadata = {"format": f"{OWN}{kind}", "version": str(version)}
     metadata |= {"config": description, "checksums": json.dumps(_checksums(arrays, description))}
     try:
         with replacing(Path(path)) as part:
@@ -68,7 +69,7 @@ class Unchanged:
 
     def __call__(self) -> None:
         if self._state() != self._before:
-            raise Refused(f"{self._name} was changed while it was in use: open it anew, and replace such files whole")
+            raise Refused(f"{self._name} was changed while it was in use: open it again, and replace such files whole")
 
 
 class Read(NamedTuple):
@@ -80,6 +81,18 @@ class Read(NamedTuple):
     config: dict[str, Any]
     arrays: dict[str, Any]
     unchanged: Unchanged
+
+
+def kind_of(path: str | PathLike[str]) -> str:
+    """The kind of a file that was written here; empty for other files, and where there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            found = (file.metadata() or {}).get("format", "")
+    except (SafetensorError, OSError):
+        return ""
+    return found.removeprefix(OWN) if found.startswith(OWN) else ""
 
 
 def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read:
@@ -99,10 +112,11 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
         unchanged = Unchanged(path, file_is)
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != f"truedraft {kind}":
-                raise Refused(f"{file_is} is no {kind}: build one with `{maker}`")
+            if (found := metadata.get("format", "")) != f"{OWN}{kind}":
+                other = f", but a {found.removeprefix(OWN)}" if found.startswith(OWN) else ""
+                raise Refused(f"{file_is} is no {kind}{other}: leave it as it is, and build one with `{maker}`")
             if metadata["version"] != str(version):
-                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it anew")
+                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build another")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         expected = json.loads(metadata["checksums"])
         wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["config"]).items())
@@ -114,7 +128,7 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
     except Refused:
         raise
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as e:
-        raise Refused(f"{file_is} is damaged, or none ({' '.join(str(e).split())}): build it anew") from e
+        raise Refused(f"{file_is} is damaged, or no {kind} ({' '.join(str(e).split())}): build another") from e
 
 
 def _checksums(arrays: Mapping[str, Any], config: str) -> dict[str, int]:

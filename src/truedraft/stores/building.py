@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from truedraft.errors import Refused, why
+from truedraft.files import check_file
 from truedraft.stores._cursor import SEPARATOR
 from truedraft.stores.automaton import automaton
 from truedraft.stores.corpus import Corpus, CorpusConfig, fingerprint
@@ -133,10 +133,7 @@ def _batches(texts: Iterable[Iterator[str]]) -> Iterator[list[tuple[str, bool]]]
 
 def check_writable(path: Path, force: bool) -> None:
     """Raises Refused where the file cannot be written; called before anything is read."""
-    if path.is_dir():
-        raise Refused(f"corpus {str(path)!r} is a folder: name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise Refused(f"corpus {str(path)!r}: {str(path.parent)!r} is no folder that can be written")
+    check_file(path, f"corpus {str(path)!r}")
     if path.exists() and not force:
         raise Refused(f"corpus {str(path)!r} exists: force replaces it (--force)")
 

@@ -100,13 +100,13 @@ class Corpus:
         if self.config.fingerprint and tokenizer is not None and self.config.fingerprint != fingerprint(tokenizer):
             raise Refused(
                 f"corpus {self.name!r} was built with another tokenizer, {self.config.tokenizer!r}: "
-                "build it anew with the model's own"
+                "build it again with the model's own"
             )
 
     def check_vocabulary(self, size: int) -> None:
         """Raises Refused where it contains token ids outside a vocabulary of this size."""
         if self.largest >= size:
-            raise Refused(f"corpus {self.name!r} holds token {self.largest}, and the model has {size}: build it anew")
+            raise Refused(f"corpus {self.name!r} holds token {self.largest}, and the model has {size}: build it again")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it whole or not at all.
@@ -127,7 +127,7 @@ class Corpus:
         try:
             return cls(CorpusConfig.of(config), loaded(arrays), str(path), unchanged)
         except (KeyError, TypeError, ValueError, OverflowError) as e:
-            raise Refused(f"corpus {str(path)!r} is damaged ({why(e)}): build it anew") from e
+            raise Refused(f"corpus {str(path)!r} is damaged ({why(e)}): build it again") from e
 
 
 def corpora(given: Any) -> tuple[Corpus, ...]:

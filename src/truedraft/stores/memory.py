@@ -91,12 +91,14 @@ class Memory:
         try:
             texts = _texts(config, arrays["token"])
         except (KeyError, TypeError, ValueError) as e:
-            raise Refused(f"memory {str(path)!r} is damaged ({e}): save one anew") from e
+            raise Refused(f"memory {str(path)!r} is damaged ({e}): save one again") from e
         if config["fingerprint"] and tokenizer is not None and config["fingerprint"] != fingerprint(tokenizer):
             raise Refused(f"memory {str(path)!r} was saved with another tokenizer: save one with this model's")
         tokens = arrays["token"]
         if len(tokens) and not SEPARATOR <= tokens.min() <= tokens.max() < vocabulary:
-            raise Refused(f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}")
+            raise Refused(
+                f"memory {str(path)!r} holds token {tokens.max()}, and the model has {vocabulary}: save another"
+            )
         for name, text in texts:
             self._add_all(name, text)
 

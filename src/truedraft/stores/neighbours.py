@@ -79,7 +79,10 @@ class Neighbours:
         starts, text, keys = [0], list[int](), list[Tensor]()
         for name, tokens in documents:
             if tokens and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
-                raise Refused(f"document {name!r} has token ids outside the model's vocabulary of {config.vocab_size}")
+                raise Refused(
+                    f"document {name!r} has token ids outside the model's vocabulary of {config.vocab_size}: give "
+                    "those of this model's tokenizer"
+                )
             if len(tokens) > 1:
                 names.append(name)
                 text += tokens
@@ -115,7 +118,7 @@ class Neighbours:
             text, keys = torch.from_numpy(arrays["text"].copy()), torch.from_numpy(arrays["keys"])
             return cls(layer, names, starts, text, keys, unchanged)
         except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise Refused(f"{KIND} {str(path)!r} is damaged ({why(e)}): build it anew") from e
+            raise Refused(f"{KIND} {str(path)!r} is damaged ({why(e)}): build it again") from e
 
     def compared(self, states: Tensor) -> Tensor:
         """(n, m) minus the squared distances of (n, H) states from all keys, over the root of H."""

@@ -335,8 +335,16 @@ class Target(Protocol):
         """Raises Refused, in one sentence, where this model has no such layers."""
 
     def check_view(self, view: View) -> None:
-        """Raises Refused, in one sentence, where this model cannot run under a view, or is not the one that it was
-        calibrated on."""
+        """Raises Refused, in one sentence, where this model cannot run under a view, or has other sizes than the one
+        that it was calibrated on."""
+
+    def fitting(self, view: View) -> list[str]:
+        """Sentences for reports on the parts of a view that were calibrated on other weights than this model's, or
+        trained for such.
+
+        Raises:
+            Refused: as `check_view`.
+        """
 
     def generate_under(self, view: View) -> None:
         """Run all following passes but those over prompts under a view.

@@ -15,14 +15,16 @@ from truedraft.caches.rows import RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.caches.subset import SubsetCache
 from truedraft.errors import Refused
+from truedraft.identity import FEWER, Identity
 from truedraft.runtime._base import Runner
-from truedraft.runtime.identity import fingerprint
+from truedraft.runtime.identity import identity_of
 from truedraft.runtime.shares import weight_share
 from truedraft.targets.memory import check_room
 from truedraft.tree import DraftTree, Scores, Taps
 from truedraft.views._base import Rounded, Selection, View
 
 DEPTHS = (0, *(2**n for n in range(20)))  # at which a view that varies is checked before it generates
+COARSER = "it may be a worse approximation than of the model that it was made for"
 SCRATCH = 64  # places for it behind chosen entries, at first
 
 
@@ -44,14 +46,22 @@ class ViewPasses:
         return len(self.layer_types)
 
     def check_view(self, view: View) -> None:
-        if (found := view.fingerprint) is not None and found != (given := self._fingerprint):
-            done, again = ("calibrated", "calibrate") if view.learner is None else ("trained", "train")
-            raise Refused(f"{view.name} was {done} on another model ({found}; this is {given}): {again} it again")
+        self.fitting(view)
         self.runner.reduced(view)
 
+    def fitting(self, view: View) -> list[str]:
+        return [sentence for part in view.fitted if (sentence := self._fitting(part))]
+
+    def _fitting(self, view: View) -> str:
+        found, own = view.fitted_to, self._identity
+        assert found is not None
+        done, again = ("calibrated", "calibrate") if view.learner is None else ("trained", "train")
+        fitted, remedy = f"{view.name} was {done}", f"{again} it again"
+        return found.compared(own, fitted, remedy, FEWER if self.view is None else COARSER)
+
     @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint(self.model)
+    def _identity(self) -> Identity:
+        return identity_of(self.model)
 
     def generate_under(self, view: View) -> None:
         if view.alternatives:

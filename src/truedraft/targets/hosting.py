@@ -17,7 +17,7 @@ from truedraft.runtime.seq2seq import EncoderOutput
 from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
-from truedraft.targets.inputs import BLANK
+from truedraft.targets.inputs import BLANK, OPTIONS
 from truedraft.targets.kinds import family_of
 from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
@@ -28,6 +28,7 @@ from truedraft.views._base import View
 KINDS: dict[str, type[DecoderTarget]] = {
     "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
 }  # fmt: skip
+TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}  # settings that prompts depend on
 
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False, view: View | None = None) -> Target:
@@ -269,9 +270,15 @@ def _generated(
 
     begun = longest - last + 1
     zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
-    length = {"max_length": longest} if model.generation_config.max_new_tokens is None else {}
+    settings = {**_without_effect(model), "max_length": longest, "use_cache": True}
+    settings |= {"num_beams": 1, "num_return_sequences": 1}
     model.generate(
-        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, use_cache=True, num_beams=1,
-        num_return_sequences=1, **length, **zeros,
+        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, **settings, **zeros
     )  # fmt: skip
     return torch.stack(scores, 1)
+
+
+def _without_effect(model: Any) -> dict[str, Any]:
+    """The settings of a model's own generation config that choose tokens, lengths or ends, as if it had none: some of
+    them need what only a call has, as stop strings need a tokenizer."""
+    return dict.fromkeys(OPTIONS & model.generation_config.to_diff_dict().keys() - TOKENS)

@@ -108,6 +108,19 @@ def switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
     return sorted(found)
 
 
+def steps_before_switch(config: PreTrainedConfig, length: int) -> tuple[int, str] | None:
+    """Most new tokens behind a prompt, up to the next switch, and what the switch is; None where there is none.
+
+    Args:
+        length: of the prompt.
+    """
+    sides = [(last, kind) for kind, last in switches(config) if not (kind == "longrope" and length > last)]
+    if not sides:
+        return None
+    last, kind = min(sides)
+    return last - length + 1, f"past {last}, where this model's rotary scaling ({kind}) changes, and {SWITCHING[kind]}"
+
+
 def check_sides(config: PreTrainedConfig, lengths: Sequence[int], steps: int) -> None:
     """Raises Refused unless all of a call is on one side of each switch; and, where a model scales queries by their
     indices, padding included, unless no prompt is padded or no index is scaled.

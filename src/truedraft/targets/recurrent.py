@@ -75,7 +75,8 @@ class RecurrentTarget(DecoderTarget):
             )
         if self.config.model_type == "recurrent_gemma" and 1 in lengths:
             raise Refused(
-                f"a prompt of one token, which {name}.generate reads behind the text before: give two tokens or more"
+                f"a prompt of one token, which {name}.generate continues from the text of its last call: give two "
+                "tokens or more"
             )
         return prompts
 

@@ -1,7 +1,8 @@
 """Messages of OpenAI's chat API, put into the chat template of a tokenizer.
 
-Nothing of a message is dropped: a field that this model's template has no place for is refused by name. The template is
-always the tokenizer's own, which transformers runs in a sandbox of jinja; a request supplies values for it only.
+No text of a message is dropped: a field that this model's template has no place for is refused by name. Fields that say
+nothing (null, empty) and marks for caches are left out, and so is `name` where the template does not show it. The
+template is always the tokenizer's own, which transformers runs in a sandbox of jinja; a request supplies values for it.
 Specification: OpenAI's chat completions API (messages, tools), and `documents` and `chat_template_kwargs` as in vLLM.
 """
 
@@ -16,21 +17,25 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused, why
+from truedraft.text.thinking import variables, with_reasoning
 
 FIELDS = {
     "system": {"content", "name"},
     "developer": {"content", "name"},
     "user": {"content", "name"},
-    "assistant": {"content", "name", "refusal", "tool_calls", "reasoning_content", "parsed"},
+    "assistant": {"content", "name", "refusal", "tool_calls", "reasoning_content", "reasoning", "thinking", "parsed"},
     "tool": {"content", "name", "tool_call_id"},
 }  # role -> the fields of its messages, `role` left out; OpenAI's client adds parsed, what it read from the content
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field in several APIs and templates
+CACHE = "cache_control"  # a mark for caches of prompts, of Anthropic's API: prefixes are found by their tokens
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> field
 OTHERS = {
     "function_call": "use tool_calls",
     "audio": "this model reads text only",
     "annotations": "no chat template shows them",
 }  # fields that OpenAI's schema has, and the remedy
-NO_EFFECT_IF_NULL = ("content", "name", "refusal", "tool_calls", "reasoning_content", *OTHERS)
-SHOWN = ("name", "tool_calls")  # fields whose text must be in the prompt, or the message is refused
+SHOWN = ("tool_calls",)  # fields whose text must be in the prompt, or the message is refused
+SET = "set tokenizer.chat_template, or start a server with --chat-template FILE"
 REASON = 300  # characters of a template's own message, at most
 BETWEEN_PARTS = "\n"  # text parts of one message, as vLLM joins them
 RESERVED = {
@@ -67,11 +72,11 @@ def render(
     if add_generation_prompt and continue_final_message:
         raise Refused("add_generation_prompt and continue_final_message are both true: set one of them to false")
     template = template_of(tokenizer, bool(tools))
-    _check_values(template, tools, documents, template_kwargs or {})
+    values = _values(template, tools, documents, template_kwargs or {})
     normal = normalized(messages, template)
     given: dict[str, Any] = {
-        **(template_kwargs or {}),
-        "tools": [*tools] if tools else None,
+        **values,
+        "tools": [_tool(tool) for tool in tools] if tools else None,
         "documents": [*documents] if documents else None,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -90,11 +95,11 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
         Refused: there is none, or none for conversations.
     """
     if not tokenizer.chat_template:
-        raise Refused("the tokenizer of this model has no chat template: set tokenizer.chat_template")
+        raise Refused(f"messages: the tokenizer of this model has no chat template: {SET}")
     try:
         return str(tokenizer.get_chat_template(None, [{}] if with_tools else None))
     except ValueError as e:
-        raise Refused("the tokenizer of this model has several chat templates and none is called default") from e
+        raise Refused(f"messages: this model has several chat templates, none of them called default: {SET}") from e
 
 
 def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -115,28 +120,31 @@ def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[dic
         found: dict[str, Any] = {"role": role}
         if (content := _content(fields, place)) is not None:
             found["content"] = content
-        for field in ("name", "reasoning_content"):
-            if field in fields:
-                found[field] = _text(fields[field], f"{place}.{field}")
+        if "name" in fields:
+            found["name"] = _text(fields["name"], f"{place}.name")
+        if thought := [field for field in REASONING if field in fields]:
+            found[_reasoning_field(template)] = _text(fields[thought[0]], f"{place}.{thought[0]}")
         if "tool_calls" in fields:
             found["tool_calls"] = _tool_calls(fields["tool_calls"], f"{place}.tool_calls")
             calls.update(call["id"] for call in found["tool_calls"])
         if role == "tool":
             found["tool_call_id"] = _answered(fields.get("tool_call_id"), calls, place)
-        if "content" not in found and not ("tool_calls" in found or "reasoning_content" in found):
-            raise Refused(f"{place}.content is missing: give a text")
+        if "content" not in found and not ("tool_calls" in found or thought):
+            if role != "assistant" or "content" not in message:
+                raise Refused(f"{place}.content is missing: give a text")
+            found["content"] = ""  # an answer without text
         normal.append(found)
     return normal
 
 
 def _fields(message: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]]:
-    """The role, and the fields that are given: those that are null are as good as missing."""
+    """The role, and the fields that say something."""
     if not isinstance(message, Mapping):
         raise Refused(f"{place} is no object: give a message with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in FIELDS:
         raise Refused(f"{place}.role {role!r} is unknown: there are {', '.join(FIELDS)}")
-    fields = {k: v for k, v in message.items() if k != "role" and not _is_empty(k, v)}
+    fields = {k: v for k, v in _without_empty(message).items() if k != "role"}
     for field in fields:
         if field not in FIELDS[role]:
             remedy = OTHERS.get(field, f"messages of this role have {', '.join(sorted(FIELDS[role]))}")
@@ -144,9 +152,36 @@ def _fields(message: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]
     return role, fields
 
 
-def _is_empty(field: str, value: Any) -> bool:
-    """Whether a field of a message is as good as missing: a message that OpenAI's client returned has all fields."""
-    return (value is None and field in NO_EFFECT_IF_NULL) or (field == "annotations" and value == [])
+def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object that say something: clients return messages with all fields, most of them empty."""
+    return {k: v for k, v in fields.items() if k != CACHE and not (_is_empty(v) and (v is None or k != "content"))}
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value says nothing: null, false, an empty text or list, an object of such values."""
+    return (
+        value is None
+        or value is False
+        or value in ("", [])
+        or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+    )
+
+
+def _reasoning_field(template: str) -> str:
+    """The name by which a template reads the reasoning of earlier messages."""
+    read = (name for name in REASONING if re.search(rf"(\w\.|['\"]){name}\b", template))
+    return next(read, REASONING[0])
+
+
+def _tool(tool: Any) -> Any:
+    """A tool as its template shows it: without marks for caches."""
+    if not isinstance(tool, Mapping):
+        return tool
+    kept = {k: v for k, v in tool.items() if k != CACHE}
+    function = kept.get("function")
+    if isinstance(function, Mapping) and CACHE in function:
+        kept["function"] = {k: v for k, v in function.items() if k != CACHE}
+    return kept
 
 
 def _content(fields: Mapping[str, Any], place: str) -> str | None:
@@ -165,11 +200,12 @@ def _content(fields: Mapping[str, Any], place: str) -> str | None:
 
 def _part(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", "refusal"):
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
         raise Refused(f"{place} is of type {kind!r}: this model reads text; give parts of type 'text'")
-    if more := sorted(part.keys() - {"type", kind}):
+    if more := sorted(_without_empty(part).keys() - {"type", field}):
         raise Refused(f"{place}.{more[0]} is not supported in a part of type {kind}: leave it out")
-    return _text(part.get(kind), f"{place}.{kind}")
+    return _text(part.get(field), f"{place}.{field}")
 
 
 def _text(value: Any, place: str) -> str:
@@ -192,19 +228,20 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
     """A call with its arguments as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+    if not isinstance(function, Mapping) or (call.get("type") or "function") != "function":
         raise Refused(f"{place} is no call of a function: give id, type 'function' and function")
     for found, known, where in (
         (call, {"id", "type", "function", "index"}, ""),
         (function, {"name", "arguments", "parsed_arguments"}, ".function"),
     ):
-        if more := sorted(found.keys() - known):
+        if more := sorted(_without_empty(found).keys() - known):
             raise Refused(f"{place}{where}.{more[0]} is not supported: leave it out")
-    text = _text(function.get("arguments"), f"{place}.function.arguments")
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(_text(arguments, f"{place}.function.arguments"))
+        except (ValueError, RecursionError):
+            arguments = None
     if not isinstance(arguments, dict):
         raise Refused(f"{place}.function.arguments is no JSON object: give its arguments by name")
     name = _text(function.get("name"), f"{place}.function.name")
@@ -219,21 +256,26 @@ def _answered(call_id: Any, calls: set[str], place: str) -> str:
     return call_id
 
 
-def _check_values(
+def _values(
     template: str,
     tools: Sequence[Mapping[str, Any]] | None,
     documents: Sequence[Mapping[str, str]] | None,
     values: Mapping[str, Any],
-) -> None:
-    """Raises Refused for values that the template does not read."""
+) -> dict[str, Any]:
+    """The values of a template's variables; raises Refused for what the template does not read."""
     for name, given in (("tools", tools), ("documents", documents)):
         if given and not re.search(rf"\b{name}\b", template):
             raise Refused(f"{name}: this model's chat template has no place for them; leave them out")
     for name in values:
         if name in RESERVED:
             raise Refused(f"chat_template_kwargs.{name} is no variable of a template: leave it out")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise Refused(f"chat_template_kwargs.{name}: this model's chat template does not read it; leave it out")
+    found = with_reasoning(template, values)
+    for name, value in [*found.items()]:
+        if name not in variables(template):
+            if value is not None:
+                raise Refused(f"chat_template_kwargs.{name}: this model's chat template does not read it; leave it out")
+            del found[name]
+    return found
 
 
 def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], given: dict[str, Any]) -> None:
@@ -270,7 +312,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, A
             return tokenizer.apply_chat_template([_with_json_arguments(message) for message in messages], **given)
     except (TemplateError, ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError) as e:
         reason = " ".join(why(e).split())[:REASON]
-        raise Refused(f"this model's chat template rejects the messages: {reason}") from e
+        raise Refused(f"messages are rejected by this model's chat template: {reason}") from e
 
 
 def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -113,9 +113,9 @@ class Parameters:
     """A call whose parameters are each between tags, as plain text.
 
     head: pattern of what comes first, with the group `name`.
-    parameter: pattern of one parameter with the groups `key` and `value`, and `string` where the text says the type.
-    last: the tag that closes a parameter.
-    end: pattern of the end of the call.
+    parameter: pattern of the text before a value, with the group `key`, and `string` where the text says the type.
+    last: the tag that closes a parameter; one that is followed by neither a parameter nor the end belongs to the value.
+    end: the tag that closes the call.
     first: the text with which a head begins, where several calls may follow each other.
     """
 
@@ -135,26 +135,28 @@ class Parameters:
         head = re.match(self.head, text)
         if head is None:
             raise ValueError("no name")
-        closed = [*re.finditer(self.end, text[head.end() :])]
-        body = text[head.end() :][: closed[-1].start() if closed else None]
+        body = text[head.end() :].rpartition(self.end)[0]
         schema = schemas.get(_known(head["name"], schemas), {})
         arguments: dict[str, Any] = {}
         at = 0
-        for found in re.finditer(rf"\s*{self.parameter}\s*", body, re.DOTALL):
+        another = re.sub(r"\?P<\w+>", "?:", self.parameter)
+        value = rf"(?P<value>.*?)(?:{re.escape(self.last)}(?=\s*(?:{another}|\Z))|(?={another})|\Z)"
+        for found in re.finditer(rf"\s*{self.parameter}{value}\s*", body, re.DOTALL):
             if found.start() != at or found["key"] in arguments:
                 raise ValueError("text between parameters, or two of one name")
-            arguments[found["key"]] = _value(found, schema)
+            arguments[found["key"]] = self._value(found, schema)
             at = found.end()
         if body[at:].strip():
             raise ValueError("text after the parameters")
         return [(text, offered_call(head["name"], arguments, schemas))]
 
-
-def _value(found: re.Match[str], schema: Mapping[str, Any]) -> Any:
-    text = found["value"].removeprefix("\n").removesuffix("\n")
-    known = properties_of(schema).get(found["key"], schema.get("additionalProperties"))
-    stated = {"true": {"type": "string"}, "false": {}}.get(found.groupdict().get("string") or "", {})
-    return typed(text, known if isinstance(known, Mapping) else stated, schema)
+    def _value(self, found: re.Match[str], schema: Mapping[str, Any]) -> Any:
+        text = found["value"]
+        if text.startswith("\n") or not found.group().rstrip().endswith(self.last):  # the tags have lines of their own
+            text = text.removesuffix("\n").removeprefix("\n")
+        known = properties_of(schema).get(found["key"], schema.get("additionalProperties"))
+        stated = {"true": {"type": "string"}, "false": {}}.get(found.groupdict().get("string") or "", {})
+        return typed(text, known if isinstance(known, Mapping) else stated, schema)
 
 
 def _known(name: str, schemas: Schemas) -> str:
@@ -217,6 +219,7 @@ class _ValueScan:
                     return self._at
         if final:
             raise ValueError("brackets without end")
+        self._at = max(self._at, known - text.endswith("\\"))  # all before it is read
         whole = text[self._start : self._start + LIMIT]
         if len(whole) == LIMIT and not self._named and not self._begins.match(whole):
             raise ValueError("no call")
@@ -247,25 +250,34 @@ class _ParameterScan:
     """Finds the end of a call after the tag that closes its last parameter, or after its head."""
 
     def __init__(self, body: Parameters):
-        self._head = re.compile(body.head)
-        self._end, self._last = re.compile(body.end), re.compile(rf"{re.escape(body.last)}\s*{body.end}")
-        self._start = -1
+        self._head, self._last, self._end = re.compile(body.head), body.last, body.end
+        self._start = self._at = -1  # of the parameters, and where the search goes on
+        self._closed = True  # whether a parameter, or the head, ends there
 
     def end(self, text: str, final: bool) -> int | None:
         if self._start < 0:
             head = self._head.match(text[:LIMIT])
+            if head is None and (final or len(text) >= LIMIT):
+                raise ValueError("no call")
             if head is None:
-                if final or len(text) >= LIMIT:
-                    raise ValueError("no call")
                 return None
-            self._start = head.end()
-        if empty := re.compile(rf"\s*{self._end.pattern}").match(text, self._start):
-            return empty.end()
-        if found := self._last.search(text, self._start):
-            return found.end()
-        if final:
-            closed = [*self._end.finditer(text, self._start)]
-            if not closed:
-                raise ValueError("no end")
-            return closed[-1].end()  # the tag before it is missing
-        return None
+            self._start = self._at = head.end()
+        while self._closed or self._find_last(text):
+            after = len(text) - len(text[self._at :].lstrip())
+            if text.startswith(self._end, after):
+                return after + len(self._end)
+            if self._end.startswith(text[after : after + len(self._end)]):
+                break  # the next text decides
+            self._closed = False
+        if not final:
+            return None
+        if (end := text.rfind(self._end, self._start)) < 0:
+            raise ValueError("no end")
+        return end + len(self._end)  # the tag before it is missing
+
+    def _find_last(self, text: str) -> bool:
+        """Go on after the next tag that closes a parameter; whether there is one."""
+        found = text.find(self._last, self._at)
+        self._closed = found >= 0
+        self._at = found + len(self._last) if self._closed else max(self._at, len(text) - len(self._last) + 1)
+        return self._closed

@@ -50,7 +50,14 @@ class Delta(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """Splits the text of one answer; any division of the text into pieces gives the same message."""
+    """Splits the text of one answer; any division of the text into pieces gives the same message.
+
+    Attributes:
+        in_reasoning: whether the text so far ends within reasoning.
+    """
+
+    @property
+    def in_reasoning(self) -> bool: ...
 
     def feed(self, text: str) -> Delta:
         """What a further piece of the answer completes."""
@@ -98,7 +105,7 @@ def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> froz
             token for token in tokenizer.all_special_tokens if token in written or re.escape(token) in written
         )
     form = format_of(template_of(tokenizer, with_tools))
-    written = " ".join((*THINK, *(form.written() if form else ()), *(CHANNELS if form is HARMONY else ())))
+    written = " ".join((*THINK, *(form.written() if form else ())))
     return frozenset(token for token in tokenizer.all_special_tokens if token in written)
 
 
@@ -139,6 +146,10 @@ class TagParser:
         if form is None and not thinks:
             return None
         return cls(form, names, thinks, thinks and prompt.rstrip().endswith(THINK[0]))
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._read == self._read_reasoning
 
     def feed(self, text: str) -> Delta:
         """What a further piece of the answer completes."""
@@ -320,6 +331,10 @@ class ChannelParser:
         if HEADER.search(self._begun):  # the prompt has begun the text, too
             self._begin(self._begun)
 
+    @property
+    def in_reasoning(self) -> bool:
+        return not self._in_header and self._field == "reasoning"
+
     def feed(self, text: str) -> Delta:
         """What a further piece of the answer completes."""
         self._buffer += text
@@ -402,8 +417,15 @@ class ResponseTemplateParser:
         self.tools: list[dict[str, Any] | Callable[..., Any]] = [dict(tool) for tool in tools]
         self.schemas = schemas_of(tools)
         self._parser = ResponseParser(template, prefix=prompt, tools=self.tools)
+        self._region = ""  # the field that the text so far ends in
+        for event in self._parser.initial_events:
+            self._follow(event)
         self._unread = ""  # text that is neither content, nor reasoning, nor part of a call that was made
         self._calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._region in REASONING
 
     def feed(self, text: str) -> Delta:
         """What a further piece of the answer completes."""
@@ -420,10 +442,14 @@ class ResponseTemplateParser:
             events = self._parser.feed(text) if text else self._parser.finalize()[1]
             return _sum([self._event(event, text) for event in events])
         except (ValueError, KeyError, TypeError, RecursionError):
-            self._parser = ResponseParser(self.template, prefix="", tools=self.tools)
+            self._parser, self._region = ResponseParser(self.template, prefix="", tools=self.tools), ""
             return Delta(self._rejected())
 
+    def _follow(self, event: dict[str, Any]) -> None:
+        self._region = "" if event["type"] == "region_close" else event["field"]
+
     def _event(self, event: dict[str, Any], latest: str) -> Delta:
+        self._follow(event)
         if event["type"] == "region_chunk" and not event["dirty"]:
             text = event["text"]
             self._unread = self._unread[self._unread.find(text) + len(text) :]

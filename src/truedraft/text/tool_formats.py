@@ -35,6 +35,7 @@ class Format:
     comma: between parameters.
     quote: around strings in parameters: None for JSON, empty for plain text.
     id_length: alphanumeric characters of ids that the template demands; None for OpenAI's form.
+    reasoning: texts around it, where these are not the tags that templates of other formats share.
     """
 
     name: str
@@ -52,11 +53,12 @@ class Format:
     comma: str = ""
     quote: str | None = None
     id_length: int | None = None
+    reasoning: tuple[str, str] | None = None
 
     def written(self) -> tuple[str, ...]:
         """The texts that hold the tags of this format."""
         around = (*self.opening, self.closing, *self.tails, *self.bare, self.before, self.after)
-        return (*around, self.call, self.parameter, self.quote or "")
+        return (*around, self.call, self.parameter, self.quote or "", *(self.reasoning or ()))
 
     def tags(self) -> set[str]:
         """The tags in these texts, which a tokenizer may have as one token."""
@@ -74,12 +76,9 @@ DSML = "｜DSML｜"  # before the tags of DeepSeek V3.2
 
 def _function_tags(opening: str) -> Format:
     """The format of Qwen3-Coder and its kin: `<function=name>` and `<parameter=key>`, within a tag of the family."""
-    parameter = (
-        r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)"
-        r"(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=<parameter=)|\Z)"
-    )
     closing = f"</{opening[1:]}"
-    body = Parameters(r"\s*<function=(?P<name>[^>\n]+)>", parameter, "</parameter>", "</function>", "<function=")
+    head, parameter = r"\s*<function=(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>"
+    body = Parameters(head, parameter, "</parameter>", "</function>", "<function=")
     return Format(
         "function_tags", ((opening, "<function="),), (opening,), closing, (body, *JSON), bare=("<function=",),
         call=f"{opening}\n<function=‹name›>\n‹parameters›</function>\n{closing}",
@@ -94,7 +93,7 @@ def _invoke_tags(name: str, opening: tuple[str, ...], closing: str, prefix: str,
     stated = ' string="(?P<string>true|false)"' if prefix == DSML else ""
     body = Parameters(
         rf"\s*(?:<｜tool_call_begin｜>\s*(?:function)?\s*<｜tool_sep｜>\s*)?{first}{attribute.format('name')}>",
-        rf"<{prefix}parameter name={attribute.format('key')}(?:{stated})?>(?P<value>.*?){last}",
+        rf"<{prefix}parameter name={attribute.format('key')}(?:{stated})?>",
         last, end, more.pop("first", first),
     )  # fmt: skip
     return Format(name, ((mark,),), opening, closing, (body, *JSON), quote="", **more)
@@ -102,7 +101,7 @@ def _invoke_tags(name: str, opening: tuple[str, ...], closing: str, prefix: str,
 
 PAIRS = Parameters(
     r"\s*(?:<tool_call>)?\s*(?P<name>[^\s<]+)\s*(?:<tool_sep>)?\s*(?=<arg_key>|</tool_call>)",
-    r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>",
     "</arg_value>", "</tool_call>", "<tool_call>",
 )  # fmt: skip
 PAIR = "<arg_key>‹key›</arg_key>\n<arg_value>‹value›</arg_value>\n"
@@ -134,7 +133,8 @@ MISTRAL_NAMED = Format(
     bodies=(MISTRAL_CALL,), call="[TOOL_CALLS]‹name›[ARGS]‹arguments›", between="", id_length=9,
 )  # fmt: skip
 HARMONY = Format(
-    "harmony", (("<|channel|>", "<|message|>", "<|start|>"),), between=None,
+    "harmony", (("<|channel|>", "<|message|>", "<|start|>"),), tails=("<|call|>", "<|return|>"), between=None,
+    reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     call="<|channel|>commentary to=functions.‹name› <|constrain|>json<|message|>‹arguments›",
 )  # fmt: skip
 
@@ -258,11 +258,11 @@ FORMATS = (
         "minicpm5", (("<function name=",),), ("<function_calls>",), "</function_calls>",
         (
             Parameters(
-                r"\s*<function name=\"(?P<name>[^\">]+)\">", r'<param name="(?P<key>[^">]+)">(?P<value>.*?)</param>',
+                r"\s*<function name=\"(?P<name>[^\">]+)\">", r'<param name="(?P<key>[^">]+)">',
                 "</param>", "</function>", "<function name=",
             ),
         ),
-        bare=("<function name=",), call='<function name="‹name›">‹parameters›</function>',
+        bare=("<function name=",), between="", call='<function name="‹name›">‹parameters›</function>',
         parameter='<param name="‹key›">‹value›</param>', quote="",
     ),
     Format(

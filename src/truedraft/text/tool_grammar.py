@@ -1,4 +1,5 @@
-"""Grammars that make an answer a tool call, for `tool_choice` "required" or a named function.
+"""Grammars of answers: tool calls, for `tool_choice` "required" or a named function, and what comes before a text that
+a constraint is for.
 
 The syntax is the dialect of Lark that llguidance reads: texts in quotes, `<[id]>` for a special token, and `%json` with
 a JSON schema. Calls have the spacing that models are trained on, so a constraint moves no token that needs no moving.
@@ -8,20 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
-from truedraft.text.tool_calls import THINK, Format, format_of
+from truedraft.text.tool_calls import REASONING, THINK, Format, format_of
 from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+FINAL = "<|channel|>final<|message|>"  # in front of the answer of gpt-oss
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around the reasoning of gpt-oss
 LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
@@ -58,28 +59,96 @@ def call_grammar(
         known = ", ".join(tool["function"]["name"] for tool in tools)
         raise Refused(f"tool_choice names {name!r}, which is none of the tools: there are {known or 'none'}")
     grammar = _Grammar(tokenizer, form)
-    calls = [grammar.call(i, function) for i, function in enumerate(offered)]
-    more = ""
-    if parallel and name is None and form.between is not None:
-        more = f"({grammar.text(form.between)} call)*"
-    before = grammar.reasoning(prompt, *ANALYSIS) if form is HARMONY else ""
-    before = grammar.reasoning(prompt, *THINK) if THINK[1] in template else before
-    start = f"start: {before} {grammar.text(form.before)} call {more} {grammar.text(form.after)}"
-    return "\n".join(["%llguidance {}", start, f"call: {' | '.join(calls)}", *grammar.rules, ""])
+    calls = grammar.calls(offered, parallel and name is None)
+    around = form.reasoning or (THINK if THINK[1] in template else None)
+    before = grammar.reasoning(prompt, *around) if around else ""
+    return grammar.whole(f"{before} {calls}")
+
+
+def answer_grammar(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = ""
+) -> str | None:
+    """The Lark grammar of answers whose text is constrained, in which `@body` is that text.
+
+    Reasoning comes first, if the prompt has begun it or the chat template has a place for it; calls of tools are
+    another answer.
+
+    Args:
+        tools: those that may be called, as in OpenAI's API.
+        prompt: the text before the answer.
+
+    Returns:
+        None if the constrained text is all of the answer.
+
+    Raises:
+        Refused: the template does not say how reasoning ends, or how tools are called.
+    """
+    template = template_of(tokenizer, bool(tools))
+    response: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    form = None if response is not None else format_of(template)
+    if tools and form is None:
+        raise Refused(
+            "tools with a constraint of the answer: the format of this model's tool calls is unknown, so that none "
+            "could be made; leave out one of them, or set tool_choice='none'"
+        )
+    own = form.reasoning if form is not None and form.reasoning else THINK if THINK[1] in template else None
+    tags = own if response is None else _tags_of(response)
+    if tags is None and not tools:
+        return None
+    grammar = _Grammar(tokenizer, form, tags or ())
+    body = f"{grammar.text(FINAL if form is HARMONY else '')} @body"
+    answer = f"({body} | {grammar.calls([tool['function'] for tool in tools], True)})" if tools else body
+    return grammar.whole(f"{'' if tags is None else grammar.reasoning(prompt, *tags)} {answer}")
+
+
+def _tags_of(response: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What begins and what ends the reasoning in a `response_template`; None if it has none.
+
+    Raises:
+        Refused: it is told by patterns.
+    """
+    fields: Mapping[str, Any] = response.get("fields") or {}
+    field = next((fields[name] for name in REASONING if name in fields), None)
+    if field is None:
+        return None
+    if not (isinstance(field.get("open"), str) and isinstance(field.get("close"), str)):
+        raise Refused(
+            "a constraint of the answer: this model's response_template tells reasoning by patterns, so that the "
+            "constraint cannot begin where it ends; leave the constraint out"
+        )
+    return field["open"], field["close"]
 
 
 class _Grammar:
     """The rules of calls in one format.
 
     Args:
-        form: of the calls.
+        form: of the calls; None if there are to be none.
+        tags: what begins and ends reasoning.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: Format):
-        self.tokenizer, self.form, self.rules = tokenizer, form, list[str]()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: Format | None, tags: Collection[str] = THINK):
+        self.tokenizer, self.rules = tokenizer, list[str]()
+        self._form = form
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        tags = sorted(added & {*form.tags(), *THINK}, key=len, reverse=True)
-        self._tags = re.compile("|".join(map(re.escape, tags)) or "(?!)")
+        known = sorted(added & {*(form.tags() if form else ()), *tags}, key=len, reverse=True)
+        self._tags = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    @property
+    def form(self) -> Format:
+        assert self._form is not None
+        return self._form
+
+    def whole(self, start: str) -> str:
+        """The grammar whose texts are those of a rule."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.rules, ""])
+
+    def calls(self, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
+        """What calls one of these functions, or several in turn if the format has that, with the texts around."""
+        calls = [self.call(i, function) for i, function in enumerate(functions)]
+        self.rules.append(f"call: {' | '.join(calls)}")
+        more = f"({self.text(self.form.between)} call)*" if several and self.form.between is not None else ""
+        return f"{self.text(self.form.before)} call {more} {self.text(self.form.after)}"
 
     def text(self, text: str) -> str:
         """A text of the format: its tags as the tokenizer has them, the rest in quotes.
@@ -105,7 +174,9 @@ class _Grammar:
         return name
 
     def reasoning(self, prompt: str, opening: str, closing: str) -> str:
-        """What may come before calls, or must after a prompt that has begun it."""
+        """What may come before an answer, or must if the prompt has begun it; nothing if the prompt has ended it."""
+        if re.search(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$", prompt):
+            return ""
         end = self.text(closing)
         attribute = "[lazy]" if end.startswith('"') else ""  # up to the first closing tag, which the text may contain
         ends = f'{self.rule("thought", f"TEXT {end}", attribute)} "\\n"~0..2'

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from truedraft.canvas.layout import Layout, layout_of
 from truedraft.errors import Refused
 from truedraft.train.certainty import CertaintyForcing
-from truedraft.train.checkpoints import read_state
+from truedraft.train.checkpoints import check_fresh, read_state
 from truedraft.train.filters import FilterTraining
 from truedraft.train.loop import Plan, announce
 
 
 class Training(Protocol):
-    """How a policy is trained; its knobs are the fields of its class."""
+    """How a policy is trained; its knobs are the fields of its class. checkpoint: file name of what it writes."""
+
+    checkpoint: ClassVar[str]
 
     def train(
         self, model: Any, tokenizer: Any, layout: Layout, prompts: Sequence[Sequence[int]], new: int, out: Path,
@@ -47,6 +49,8 @@ def train_policy(
     layout = layout_of(model.config, tokenizer)
     if layout is None:
         raise Refused("--target: policies of diffusion models are trained for these, and this is none")
+    if not resume:
+        check_fresh(out, training.checkpoint)
     state = read_state(out) if resume else None
     if resume and state is None:
         raise Refused(f"--resume: {str(out)!r} has no run to continue: leave --resume out")

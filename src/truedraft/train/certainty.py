@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from truedraft.drafters._learned import Metrics
 from truedraft.errors import Refused
 from truedraft.files import read_lines, write_whole
 from truedraft.runtime.forward import attention_mask
-from truedraft.train.checkpoints import write_state
+from truedraft.train.checkpoints import MODEL, write_state
 from truedraft.train.loop import Plan, Run, fit
 
 HELD_OUT = 16  # one text in this many is held out for validation
@@ -63,6 +63,7 @@ class Noised:
 class CertaintyForcing:
     """The training of `lossy/dparallel`."""
 
+    checkpoint: ClassVar[str] = MODEL
     weight: float = knob(2.0, 0, 100)  # of the entropy in the loss (2)
     temperature: float = knob(0.5, 0.01, 10)  # of the law whose entropy it is (0.5)
     share: float = knob(0.5, 0.05, 0.95)  # of the block's positions that are masked first (0.5)
@@ -148,7 +149,7 @@ def texts_of(
     """What the model writes step by step behind prompts.
 
     Raises:
-        Refused: its forward takes no mask.
+        Refused: its forward takes no mask, or it writes nothing.
     """
     fast: Any = accelerate(model, layout=layout)
     if getattr(fast.target, "unmasked", False):
@@ -165,6 +166,8 @@ def texts_of(
         )
         texts += [(len(one), [*one, *row.text]) for one, row in zip(some, rows[-len(some) :], strict=True)]
         report(f"{len(texts)} of {len(prompts)} texts")
+    if not (texts := [(prompt, ids) for prompt, ids in texts if len(ids) > prompt]):
+        raise Refused("--data: the model writes nothing behind these prompts: give others")
     return texts
 
 

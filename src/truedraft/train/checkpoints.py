@@ -11,8 +11,21 @@ import torch
 from truedraft.errors import Refused, why
 from truedraft.files import whole
 
+MODEL, CONFIG = "model.safetensors", "config.json"  # of a whole model
+LOG = "log.jsonl"  # of a run, in its folder
 STATE = "training.pt"  # file name in a checkpoint's folder
 VERSION = 1
+
+
+def check_fresh(folder: Path, checkpoint: str) -> None:
+    """Raises Refused where a folder has a checkpoint, or a model, that a training would replace. checkpoint: the file
+    name of the weights."""
+    for name in (checkpoint, *([CONFIG] if checkpoint == MODEL else ())):
+        if (folder / name).exists():
+            ours = "go on from it with --resume, or give another folder"
+            theirs = "it was not trained there, so give another folder"
+            advice = ours if any((folder / one).exists() for one in (STATE, LOG)) else theirs
+            raise Refused(f"--out: {str(folder)!r} holds a checkpoint: {advice}")
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

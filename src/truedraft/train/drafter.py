@@ -18,16 +18,16 @@ from truedraft.drafters._learned import Learner, Metrics
 from truedraft.errors import Refused, why
 from truedraft.files import write_whole
 from truedraft.train.batches import Feed, Line, Reader, SourceReader, sorted_groups
-from truedraft.train.checkpoints import STATE, read_state, write_state
+from truedraft.train.checkpoints import LOG, STATE, check_fresh, read_state, write_state
 from truedraft.train.curves import drawn
 from truedraft.train.loop import Plan, Run, announce, check_bf16, fit
-from truedraft.train.responses import Given, Responding, given_lines, given_responses, target_responses
+from truedraft.train.responses import Given, Responding, given_lines, given_texts, target_responses
 
 T = TypeVar("T")
 HELD_OUT = 100  # one line in this many is held out for validation,
 FEW, SHARE = 20, 10  # or more often, for this many lines, but at most one line in so many,
 MOST = 200  # and at most this many lines
-CURVES, LOG = "curves.svg", "log.jsonl"  # file names in a checkpoint's folder
+CURVES = "curves.svg"  # file name in a checkpoint's folder
 
 
 def train_drafter(
@@ -83,8 +83,8 @@ def train_drafter(
     with model.device:
         learner.begin(model)
     state = _checked(learner, model, out, resume, plan)
-    if start is not None:
-        learner.restore(start, model)
+    if start is not None and (note := learner.restore(start, model)):
+        report(note)
     with _writing(out, learner):
         out.mkdir(parents=True, exist_ok=True)
         if start is not None:
@@ -177,14 +177,13 @@ class _Training:
 
 def _checked(learner: Learner, model: PreTrainedModel, out: Path, resume: bool, plan: Plan) -> dict[str, Any] | None:
     """Load the checkpoint that is continued; the state of its run, None where there is none."""
-    if (out / learner.checkpoint).exists() != resume:
-        raise Refused(
-            f"--resume: there is no checkpoint in {str(out)!r}" if resume
-            else f"--out: {str(out)!r} holds a checkpoint: go on from it with --resume, or give another folder"
-        )  # fmt: skip
     if not resume:
+        check_fresh(out, learner.checkpoint)
         return None
-    learner.restore(out, model)
+    if not (out / learner.checkpoint).exists():
+        raise Refused(f"--resume: there is no checkpoint in {str(out)!r}")
+    if note := learner.restore(out, model):
+        raise Refused(f"--resume: {note}, and a run goes on with one target alone: give --from {out} and another --out")
     state = read_state(out)
     if state is not None and plan.fraction_done(state["minutes"], state["steps"]) >= 1:
         raise Refused(
@@ -203,7 +202,7 @@ def _read(
     `answers`; the target is hosted for its responses alone."""
     fast = accelerate(model, tokenizer, draft=None)
     read = (SourceReader if fast.target.reads_sources else Reader)(model, learner.needs.hidden)
-    others = given_responses(fast, tokenizer, texts, [None] * len(texts), report, how) if texts else []
+    others = given_texts(fast, tokenizer, texts, report, how) if texts else []
     if answers is None:
         return target_responses(fast, tokenizer, sources, out, report, how), others, read, []
     found = given_lines(fast, tokenizer, sources, answers, report, how)

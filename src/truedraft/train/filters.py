@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from truedraft.canvas._base import CanvasRow, Fixed, Policy, Predictions
 from truedraft.canvas.layout import Layout
 from truedraft.canvas.policies.lossy._filter import Filter, confidences
 from truedraft.card import knob
+from truedraft.errors import Refused
 from truedraft.train.checkpoints import write_state
 from truedraft.train.loop import Plan, Run, announce, fit
 
@@ -69,6 +70,9 @@ def traces_of(model: Any, layout: Layout, prompts: Sequence[Sequence[int]], new:
 
     Args:
         new: most new tokens of a text.
+
+    Raises:
+        Refused: it writes nothing.
     """
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
     rule: Any = _Recorder(reference)
@@ -78,6 +82,8 @@ def traces_of(model: Any, layout: Layout, prompts: Sequence[Sequence[int]], new:
         fast.generate(torch.tensor([list(prompt)]), max_new_tokens=new, do_sample=False, on_canvas=rows.extend)
         text = rows[-1].canvas.tokens
         steps += [_step(predictions, text, layout.block) for predictions in rule.found.pop(0)]
+    if not steps:
+        raise Refused("--data: the model writes nothing behind these prompts: give others")
     return Traces(*map(torch.stack, zip(*steps, strict=True)))
 
 
@@ -93,6 +99,7 @@ def _step(predictions: Predictions, text: Sequence[int], block: int) -> tuple[Te
 class FilterTraining:
     """The training of `lossy/learn2pd`."""
 
+    checkpoint: ClassVar[str] = FILE
     hidden: int = knob(64, 1, 4096)  # units of the perceptron (64)
     batch: int = knob(256, 1, 1 << 16)  # steps of decoding in a batch (256)
 

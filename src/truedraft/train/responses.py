@@ -28,6 +28,7 @@ ROWS = 128  # lines of a batch, at most: wide enough that drafts do not pay
 POSITIONS = 1 << 16  # of a batch, at most
 REPORT_EVERY = 20.0  # seconds between reports
 UNLIMITED = 1 << 30
+LEAST = 2  # tokens to predict in a line: the model itself gives the first, and drafts begin with the second
 
 Report = Callable[[str], None]
 Given = str | list[int]  # a text, or its token ids as they are
@@ -62,14 +63,20 @@ def target_responses(
     """The target's responses to prompts, in their order. A run that was interrupted is continued from its files.
 
     A decoder's prompts that leave no room for a response are cut at their beginning. Prompts without a token are left
-    out, as are sources that are longer than an encoder-decoder reads.
+    out, as are sources that are longer than an encoder-decoder reads, and responses that leave nothing to draft.
 
     Raises:
-        Refused: no prompt is left; the folder holds another target's responses, or those to other prompts or settings.
+        Refused: no prompt or response is left; or the folder holds another target's responses, or those to other
+            prompts or settings.
         OSError: a part cannot be written; earlier ones are kept.
     """
-    ids = [line for line in _prompts(fast, tokenizer, prompts, how) if line is not None]
     most = longest(fast, how)
+    if min(how.max_new_tokens, most - 1) < LEAST:
+        raise Refused(
+            f"--max-new-tokens {how.max_new_tokens} and texts of at most {most:,} tokens (--max-length) leave nothing "
+            f"to draft: drafts begin with the second token of a response; give room for {LEAST}"
+        )
+    ids = [line for line in _prompts(fast, tokenizer, prompts, how) if line is not None]
     if not ids:
         raise Refused(f"--data has no line of 1 to {most} tokens")
     if len(ids) < len(prompts):
@@ -94,7 +101,24 @@ def target_responses(
             reported = time.monotonic()
             rate = generated / (reported - began)
             report(f"the target has responded to {len(responses):,} of {len(ids):,} lines, {rate:,.0f} tokens/s")
-    return [(line, responses[i]) for i, line in enumerate(ids) if responses[i]]
+    first = 1 if fast.target.reads_sources else 0  # its start token is not predicted
+    lines = [(line, responses[i]) for i, line in enumerate(ids) if len(responses[i]) >= first + LEAST]
+    if not lines:
+        raise Refused(
+            f"--data: the model's responses have fewer than {LEAST} tokens each, which leaves nothing to draft: give "
+            f"other prompts, or more room (--max-new-tokens {how.max_new_tokens}, texts of at most {most:,} tokens)"
+        )
+    if len(lines) < len(ids):
+        report(f"{len(ids) - len(lines):,} responses have fewer than {LEAST} tokens, and are left out")
+    return lines
+
+
+def given_texts(
+    fast: Accelerated, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], report: Report, how: Responding
+) -> list[Line]:
+    """Texts of their own, for `--texts`; see `given_lines`."""
+    alone: list[Given | None] = [None] * len(texts)
+    return [line for _, line in given_lines(fast, tokenizer, texts, alone, report, how, "--texts")]
 
 
 def given_responses(
@@ -116,12 +140,13 @@ def given_lines(
     responses: Sequence[Given | None],
     report: Report,
     how: Responding,
+    option: str = "--data",
 ) -> list[tuple[int, Line]]:
     """Prompts with responses that are given, each with its place. A decoder's lines are cut at their end where they
-    are too long.
+    are too long, and left out where they leave nothing to draft: fewer than two tokens to predict.
 
     A decoder's prompt without a response (None) is a text of its own: everything after its first token is to be
-    predicted.
+    predicted. `option` is what gave the lines, for messages.
 
     Raises:
         Refused: no line is left, or token ids are of another model, or for an encoder-decoder.
@@ -130,7 +155,7 @@ def given_lines(
     _check_ids(fast, [*prompts, *responses])
     if fast.target.reads_sources:
         start = fast.model.generation_config.decoder_start_token_id
-        labels: Any = tokenizer(text_target=[response or "" for response in responses])["input_ids"]
+        labels: Any = tokenizer(text_target=[_text(response) for response in responses])["input_ids"]
         inputs = tokenizer([*prompts])["input_ids"]
         lines = [
             (i, (a, [start, *b]))
@@ -140,11 +165,11 @@ def given_lines(
         fault = f"a side that is empty or longer than {most:,} tokens"
     else:
         lines = _texts(tokenizer, prompts, responses, most, how, _ends(fast))
-        fault = f"nothing to predict within {most:,} tokens"
+        fault = f"nothing to predict within {most:,} tokens, or a single token, and drafts begin with the second"
     if not lines:
-        raise Refused(f"--data: every line has {fault}; give other lines")
+        raise Refused(f"{option}: every line has {fault}; give other lines")
     if len(lines) < len(prompts):
-        report(f"{len(prompts) - len(lines):,} lines have {fault}: left out")
+        report(f"{option}: {len(prompts) - len(lines):,} lines have {fault}: left out")
     return lines
 
 
@@ -197,18 +222,23 @@ def _texts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Given], responses: Sequence[Given | None], most: int,
     how: Responding, ends: Sequence[int],
 ) -> list[tuple[int, Line]]:  # fmt: skip
-    """A decoder's lines with something to predict, cut at their end, each with its place. Texts end with an end token;
-    token ids as they do."""
-    texts = [response or "" for response in responses if not isinstance(response, list)]
+    """A decoder's lines with something to draft, cut at their end, each with its place. Texts end with an end token,
+    unless they are empty; token ids as they do."""
+    texts = [_text(response) for response in responses if not isinstance(response, list)]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    answers = _merged(responses, [[*answer, *ends[:1]] for answer in encoded])
+    answers = _merged(responses, [[*answer, *ends[:1]] if answer else [] for answer in encoded])
     alone = [i for i, response in enumerate(responses) if response is None]
     plain = dict(zip(alone, _encoded(tokenizer, [prompts[i] for i in alone], Responding()), strict=True))
     lines: list[tuple[int, Line]] = []
     for i, (prompt, answer) in enumerate(zip(_encoded(tokenizer, prompts, how), answers, strict=True)):
         sides = (plain[i][:1], plain[i][1:]) if i in plain else (prompt, answer)
         lines.append((i, (sides[0], sides[1][: max(most - len(sides[0]), 0)])))
-    return [(i, line) for i, line in lines if all(line)]
+    return [(i, line) for i, line in lines if line[0] and len(line[1]) >= LEAST]
+
+
+def _text(response: Any) -> str:
+    """A response as it is, or an empty text where it has nothing but white space, or is none."""
+    return response if response and not response.isspace() else ""
 
 
 def _ends(fast: Accelerated) -> list[int]:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from truedraft.card import Card, method_name
+from truedraft.card import Card, lacking, method_name
 from truedraft.errors import Refused
+from truedraft.identity import Identity
 from truedraft.tree import Taps
 from truedraft.views._neurons import PANEL, Neurons
 
@@ -177,7 +178,7 @@ class View:
     A subclass is a frozen dataclass whose fields are its knobs, and overrides what it changes; the defaults are those
     of the whole model. Equal views must behave alike.
 
-    fingerprint: of the target that it was calibrated on; None where it serves any.
+    fitted_to: the target that it was calibrated on, or trained for; None where it serves any.
     learner: its training (a `Learner`), if it is trained (`truedraft train`).
     taps: what passes under it yield besides logits. Hidden states are numbered as in the whole model; the state behind
         a layer that is skipped is the one before it.
@@ -185,7 +186,7 @@ class View:
 
     card: ClassVar[Card] = Card(paper="none", idea="The whole model.", family="none")
     learner: ClassVar[Any] = None
-    fingerprint: str | None = None
+    fitted_to: Identity | None = None
     taps: Taps = Taps()
 
     @property
@@ -193,6 +194,16 @@ class View:
         """Its name in reports and messages: that of a preset whose knobs it has, if there is one."""
         alike = (preset for preset, knobs in self.card.presets.items() if knobs.items() <= vars(self).items())
         return next(alike, method_name(self))
+
+    @property
+    def fitted(self) -> Sequence[View]:
+        """The views in it that were fitted to a target."""
+        return [] if self.fitted_to is None else [self]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the report of a call that a model drafts or generates under it in."""
+        return lacking(self)
 
     @property
     def lossy(self) -> str:

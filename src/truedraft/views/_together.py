@@ -21,12 +21,18 @@ class Together(View):
     def __post_init__(self) -> None:
         card = Card(paper="none", idea=f"{len(self.parts)} views as one.", family="self-drafting")
         object.__setattr__(self, "card", card)
-        known = (part.fingerprint for part in self.parts if part.fingerprint is not None)
-        object.__setattr__(self, "fingerprint", next(known, None))
 
     @property
     def name(self) -> str:
         return "+".join(part.name for part in self.parts)
+
+    @property
+    def fitted(self) -> Sequence[View]:
+        return [one for part in self.parts for one in part.fitted]
+
+    @property
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes]
 
     def reduction(self, layers: int) -> Reduction:
         found = WHOLE

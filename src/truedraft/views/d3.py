@@ -9,13 +9,13 @@ they are those that a calibration removes, in its order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 from truedraft.card import Card, knob
 from truedraft.views._base import Reduction
-from truedraft.views._calibrated import CalibratedLayers, Evaluator, removed
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, Step, removed
 from truedraft.views._layers import FORM, check_layers, listed
 
 
@@ -29,15 +29,19 @@ class D3(CalibratedLayers):
         family="self-drafting",
         needs=("calibration",),
         published="1.5x fewer operations of Llama 7B to 70B at below 1 % less in GSM8K and BBH, without verification.",
+        lacks={
+            "d3": "the depth falls with each token, as published; the order of the layers is found by SLEB's search, "
+            "not by their similarity, and alpha is not searched for",
+        },
     )
     layers: str = knob("", form=FORM, reader=listed)  # that may be skipped, the first of them first
     file: str = knob("")  # of the layers that were found
     alpha: float = knob(0.95, 0, 1)  # share of the layers that each further token keeps; published slightly below 1
     ends: int = knob(1, 0, 64)  # layers at either end that are kept; published by their similarity
 
-    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        order = removed(evaluator, evaluator.layers - 2 * self.ends, self.ends, progress)
-        return ";".join(map(str, order))
+    def steps(self, evaluator: Evaluator) -> Iterator[Step]:
+        for share, text, order in removed(evaluator, evaluator.layers - 2 * self.ends, self.ends):
+            yield Step(share, text, {"layers": ";".join(map(str, order))} if order else None)
 
     def at(self, depth: int) -> Self:
         return replace(self, alpha=self.alpha ** (depth + 1))

@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any
 
 from truedraft.card import Card, knob, shown
-from truedraft.drafters.self_._neurons import Training, read_predictors
+from truedraft.drafters.self_._neurons import Training, check_predictors, read_predictors
 from truedraft.errors import Refused
 from truedraft.views._base import Reduction, View
 from truedraft.views._neurons import Neurons, Predictors
@@ -33,6 +33,10 @@ class DejaVu(View):
         needs=("training",),
         cannot={"encoder-decoder": "its predictors are of a decoder language model's layers"},
         published="OPT 175B, ReLU: over 2x lower latency than FasterTransformer on GPUs, alone, no loss.",
+        lacks={
+            "deja-vu": "neurons of feed-forwards are predicted; attention heads are not, and a predictor reads its own "
+            "layer's input instead of an earlier one's",
+        },
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, or `Predictors`
@@ -40,11 +44,14 @@ class DejaVu(View):
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str | PathLike):
-            predictors, fingerprint = read_predictors(str(self.model))
+            predictors, fitted_to = read_predictors(str(self.model))
+            check_predictors(self.model, predictors)
             object.__setattr__(self, "model", predictors)
-            object.__setattr__(self, "fingerprint", fingerprint)
+            object.__setattr__(self, "fitted_to", fitted_to)
         elif not isinstance(self.model, Predictors | None):
             raise Refused(f"deja-vu:model={shown(self.model)}: give the folder of a checkpoint")
+        elif self.model is not None:
+            check_predictors(self.model, self.model)
 
     def reduction(self, layers: int) -> Reduction:
         if self.model is None:

@@ -8,12 +8,12 @@ is that of all dynamic drafts here: a level is drafted where it raises the token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.views._bayesian import spared
-from truedraft.views._calibrated import CalibratedLayers, Evaluator
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, Step
 from truedraft.views._layers import FORM, listed
 
 
@@ -27,10 +27,14 @@ class DraftAndVerify(CalibratedLayers):
         family="self-drafting",
         needs=("calibration",),
         published="Up to 1.73x with Llama 2 13B and 70B, summaries and code; 1,000 sets were tried.",
+        also={
+            "self-speculative-decoding": "",
+            "self-speculative": "",
+        },
     )
     layers: str = knob("", form=FORM, reader=listed)  # to skip, as found before
     file: str = knob("")  # of the layers that were found
     trials: int = knob(200, 1, 100_000)  # sets that a calibration tries; published 1,000
 
-    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        return spared(evaluator, self.trials, self.name, progress)
+    def steps(self, evaluator: Evaluator) -> Iterator[Step]:
+        return spared(evaluator, self.trials, self.name)

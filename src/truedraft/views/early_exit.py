@@ -23,6 +23,9 @@ class EarlyExit(View):
         idea="The model drafts for itself with its first layers and its own head.",
         family="self-drafting",
         published="LayerSkip checkpoints: 1.3x to 2.2x, exits at 6 to 9 of 24 to 40 layers.",
+        also={
+            "layerskip": "its checkpoints draft for themselves by draft='early-exit'; its training is not here",
+        },
     )
     exit: int = knob(0, 0, 4095)  # layers that run; 0 for a third of them; published 4 to 9
 

@@ -25,6 +25,10 @@ class FewerExperts(View):
         needs=("experts",),
         presets={"blockffn": {"experts": 8, "least": 0.1}},
         published="BlockFFN: its own models, drafted for by EAGLE-2, up to 3.67x over dense ones; not fewer experts.",
+        lacks={
+            "blockffn": "models of this kind are read and draft for themselves with fewer experts; the paper's "
+            "training for sparsity is not here, and its drafts are those of EAGLE-2 (draft='eagle2:FOLDER')",
+        },
     )
     experts: int = knob(1, 1, 65536)  # per token and mixture at most; of a router with top_k, fewer than these
     least: float = knob(0.0, 0, 1)  # router weight over the strongest one's; for routers that end in a ReLU

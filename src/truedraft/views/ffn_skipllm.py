@@ -13,16 +13,17 @@ threshold on it is the one with which so many feed-forwards are skipped on the c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from truedraft.card import Card, knob
 from truedraft.errors import Refused
 from truedraft.views._base import Reduction, Sparing
-from truedraft.views._calibrated import CalibratedLayers, Evaluator
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, Step
 from truedraft.views._layers import check_layers
 
 FALL = 0.02  # of the mean similarity, from its greatest so far, within the middle
@@ -61,20 +62,20 @@ class FfnSkipLlm(CalibratedLayers):
     warm: int = knob(0, 0, 4096)  # first generated tokens that skip nothing; published a few dozen
     ends: int = knob(1, 0, 64)  # layers at either end that are not of the middle; published by their similarity
 
-    def calibrate(self, evaluator: Evaluator, progress: Callable[[str], None]) -> dict[str, Any]:
-        similar = evaluator.similarities()
+    def steps(self, evaluator: Evaluator) -> Iterator[Step]:
+        rows = list[Tensor]()
+        for layer, row in enumerate(evaluator.similarities()):
+            rows.append(row)
+            yield Step((layer + 1) / evaluator.layers, f"layer {layer}: similarity {float(row.mean()):.4f}")
+        similar = torch.stack(rows)
         means = similar.mean(1).tolist()
-        for layer, mean in enumerate(means):
-            progress(f"layer {layer}: similarity {mean:.4f}")
         middle = self._rising(means)
         if len(middle) < 2:
             raise Refused(f"{self.name}: similarity rises in no two layers on these texts: draft by another view")
         threshold, share = self._threshold(similar[middle.start : middle.stop - 1], len(means))
-        progress(f"layers {middle.start} to {middle.stop - 1}, similarity {threshold:.4f}: {share:.1%} are skipped")
-        return {"layers": f"{middle.start}-{middle.stop - 1}", "similarity": threshold, "share": share}
-
-    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        return str(self.calibrate(evaluator, progress)["layers"])
+        found = f"layers {middle.start} to {middle.stop - 1}"
+        record = {"layers": f"{middle.start}-{middle.stop - 1}", "similarity": threshold, "share": share}
+        yield Step(1.0, f"{found}, similarity {threshold:.4f}: {share:.1%} are skipped", record)
 
     def _rising(self, means: list[float]) -> range:
         """The longest run of layers along which the similarity rises."""

@@ -9,7 +9,7 @@ of several subjects, each with layers of its own to spare; rows of different set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,7 @@ from truedraft.card import Card, knob
 from truedraft.errors import Refused
 from truedraft.views._base import View
 from truedraft.views._bayesian import spared
-from truedraft.views._calibrated import CalibratedLayers, Evaluator
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, Step
 from truedraft.views._layers import FORM, listed
 
 DIGITS = 5  # of the numbers of a centroid in a file
@@ -32,6 +32,15 @@ class _Subject(NamedTuple):
     view: View
     anchors: Tensor
     reach: float
+
+
+def _record(layers: Mapping[str, str], anchors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the file keeps of the layers that were found, by subject, and of the centroids; None before any were found
+    on all subjects together, whose name is ""."""
+    if "" not in layers:
+        return None
+    subjects = {name: {"layers": layers.get(name, layers[""]), **of_subject} for name, of_subject in anchors.items()}
+    return {"layers": layers[""], "subjects": subjects}
 
 
 @dataclass(frozen=True)
@@ -51,19 +60,36 @@ class KnnSsd(CalibratedLayers):
     centroids: int = knob(10, 1, 1024)  # per subject; published 10
     _subjects: ClassVar[tuple[_Subject, ...]] = ()  # of a file
 
-    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        return spared(evaluator, self.trials, self.name, progress)
-
-    def calibrate(self, evaluator: Evaluator, progress: Callable[[str], None]) -> dict[str, Any]:
+    def steps(self, evaluator: Evaluator) -> Iterator[Step]:
+        """The prompts are read first, so that every set that is found makes a record: of a subject whose own was not
+        searched yet, or has none, it is that of all subjects together."""
         if len(evaluator.subjects) < 2:
             raise Refused(f"{self.name} chooses between subjects: give the texts of two or more, each its file")
-        found = {**super().calibrate(evaluator, progress), "subjects": {}}
-        for name, of_subject in evaluator.subjects.items():
-            progress(f"{name}:")
-            anchors = self.clustered(of_subject.states())
-            layers = self.search(of_subject, progress) or found["layers"]
-            found["subjects"][name] = {"layers": layers, **anchors}
-        return found
+        parts, anchors = 2 + len(evaluator.subjects), dict[str, Any]()
+        for number, (name, of_subject) in enumerate(evaluator.subjects.items()):
+            states = list[Tensor]()
+            for state in of_subject.states():
+                states.append(state)
+                yield Step(number / len(evaluator.subjects) / parts)
+            if not states:
+                raise Refused(f"{self.name}: no prompt of {name} fits the model's context: give shorter texts")
+            anchors[name] = self.clustered(torch.stack(states))
+        layers = dict[str, str]()  # by subject; of all of them together by ""
+        for number, (name, some) in enumerate({"": evaluator, **evaluator.subjects}.items(), 1):
+            for step in self._searched(some, name):
+                if step.record is not None:
+                    layers[name] = step.record["layers"]
+                text = f"{name}: {step.text}" if name and step.text else step.text
+                yield Step((number + step.share) / parts, text, _record(layers, anchors))
+
+    def _searched(self, evaluator: Evaluator, subject: str) -> Iterator[Step]:
+        """The search for a subject, which may find nothing, or for all of them together, "", which has to find some."""
+        try:
+            yield from spared(evaluator, self.trials, self.name)
+        except Refused as nothing:
+            if not subject:
+                raise
+            yield Step(1.0, f"{nothing}; its rows draft by the set of all subjects")
 
     def clustered(self, states: Tensor) -> dict[str, Any]:
         """The centroids of (n, H) states, two states each at least on average, and the distance within which all are.

@@ -28,6 +28,14 @@ class QuantizedKv(View):
             "quantspec": {"kv": "int4", "weights": "int4"},
         },
         published="Up to 2.5x, more than 90 % of the drafts accepted, with kernels for GPUs.",
+        lacks={
+            "quantspec": "drafts read keys, values and weights in 4 bits, as published; verification reads the whole "
+            "cache, which is kept beside them, so that memory grows instead of shrinking",
+        },
+        also={
+            "kivi": "keys are rounded by channel and values by position, as there, in draft='int4-kv'; the text of "
+            "view='lossy/int4-kv' is that of the rounded cache",
+        },
     )
     kv: str = knob("int8", form="int8 or int4", reader=list(BITS).index)  # scales by chunk, by place
     weights: str = knob("", form="int8, int4 or nothing", reader=["", *BITS].index)  # as of int8-self

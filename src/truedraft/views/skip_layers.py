@@ -26,6 +26,10 @@ class SkipLayers(View):
         family="self-drafting",
         presets={"unified-layer-skipping": {"share": 0.5}},
         published="Draft & Verify: up to 1.73x, with searched sets; unified skipping: tuned models, lossy.",
+        lacks={
+            "unified-layer-skipping": "layers are skipped evenly, as published; the model is not tuned for it, without "
+            "which it loses much",
+        },
     )
     layers: str = knob("", form=FORM, reader=listed)  # skipped; a, f: halves
     share: float = knob(0.4, 0, 1)  # of the layers, spread evenly, where none are listed; published about 0.5

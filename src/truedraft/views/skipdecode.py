@@ -29,6 +29,10 @@ class SkipDecode(View):
         idea="The model drafts for itself with its first and last layers, fewer for each further token of a draft.",
         family="self-drafting",
         published="OPT 1.3B and 6.7B, tuned for it: 2x to 5x fewer operations, lossy.",
+        lacks={
+            "skipdecode": "the schedule of layers is here, along a draft; the model is not tuned for it, and the depth "
+            "does not fall along the whole text",
+        },
     )
     warm: int = knob(1, 1, 64)  # first layers, which always run
     most: float = knob(0.75, 0, 1)  # share of the layers that run for a draft's first token, those among them

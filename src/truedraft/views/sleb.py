@@ -7,12 +7,12 @@ is left. Alone it is lossy; here it drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
 from truedraft.views._base import Reduction
-from truedraft.views._calibrated import CalibratedLayers, Evaluator, removed
+from truedraft.views._calibrated import CalibratedLayers, Evaluator, Step, removed
 from truedraft.views._layers import FORM, listed, text_of
 
 
@@ -32,6 +32,7 @@ class Sleb(CalibratedLayers):
     share: float = knob(0.4, 0, 1)  # of the layers that a calibration removes; published 0.1 to 0.2, alone
     ends: int = knob(1, 0, 64)  # layers at either end that are kept; published 1
 
-    def search(self, evaluator: Evaluator, progress: Callable[[str], None]) -> str:
-        gone = frozenset(removed(evaluator, round(self.share * evaluator.layers), self.ends, progress))
-        return text_of(Reduction(gone, gone))
+    def steps(self, evaluator: Evaluator) -> Iterator[Step]:
+        for share, text, gone in removed(evaluator, round(self.share * evaluator.layers), self.ends):
+            layers = text_of(Reduction(frozenset(gone), frozenset(gone)))
+            yield Step(share, text, {"layers": layers} if layers else None)

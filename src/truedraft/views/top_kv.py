@@ -34,6 +34,16 @@ class TopKv(View):
             "tokenswift": {"entries": 2048, "recent": 2048, "refresh": 2048},
         },
         published="Sparse-to-Dense: up to 1.94x on video models; TriForce: 2.31x behind 122K tokens; TokenSwift: 3x.",
+        lacks={
+            "sparse-to-dense": "the positions with the most attention are read, as published; the paper keeps all of "
+            "the text and chooses among the positions of a video, and here those of the text are chosen from too",
+            "tokenswift": "a part of the cache is read and chosen anew while the text grows, as published; the three "
+            "trained heads, their tree and the repeated 4-grams are not here",
+        },
+        also={
+            "triforce": "its three levels are draft='retrieval-kv:depth=6,nodes=6<draft-model:SMALL'; the window of "
+            "the small model's cache and a sampling middle level are not here",
+        },
     )
     entries: int = knob(1024, 1, 1048576)  # chosen positions by layer and head; published 1024, and 4096 in chunks
     chunk: int = knob(1, 1, 1024)  # adjacent positions that are chosen together; published 1 and 8

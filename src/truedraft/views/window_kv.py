@@ -24,6 +24,10 @@ class WindowKv(View):
         idea="The model drafts for itself, reading the beginning and the end of a long text.",
         family="self-drafting",
         published="StreamingLLM: 4 sinks; TriForce's draft model: 16 sinks and 496 recent positions.",
+        also={
+            "magicdec": "its drafts by the target itself over a window are draft='window-kv'",
+            "streamingllm": "view='lossy/window-kv' is the model over such a window, and draft='window-kv' drafts so",
+        },
     )
     sinks: int = knob(4, 0, 4096)  # first positions; published 4 and 16
     recent: int = knob(508, 1, 1048576)  # last positions; published 496 to 2044

@@ -31,6 +31,13 @@ class Reflective(LossyRule, ProbingRule):
         idea="Score the draft a second time in the same pass, after a prompt to repeat it, and mix the two laws.",
         family="lossy",
         published="5 to 15 % faster than statistical verification, at similar task scores.",
+        lacks={
+            "reflective": "the draft is scored twice in one pass, as published; sampling is not here, and of a tree "
+            "the first chain alone is accepted from",
+        },
+        also={
+            "reflective-verification": "",
+        },
     )
     samples: ClassVar[bool] = False
     preferred_drafts: ClassVar[PreferredDrafts] = "likeliest"

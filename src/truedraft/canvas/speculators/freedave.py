@@ -25,6 +25,14 @@ class Freedave(Speculator):
         idea="Verify the next steps that the latest predictions lead to, in one pass.",
         family="chain",
         published="Up to 3.78 times the throughput on mathematics and code, without loss.",
+        lacks={
+            "freedave": "chains of steps are verified in one pass, as published; thresholds as the reference "
+            "(FreeDave++), drafts into the next block and the dual cache are not here",
+        },
+        also={
+            "freedave++": "draft='freedave' verifies step-by-step decoding alone; decoding by a threshold as its "
+            "reference is not here",
+        },
     )
     canvases: int = knob(4, 1, 64)  # scored per pass besides the row's own (4 for LLaDA, 8 for Dream and SDAR)
 

@@ -28,6 +28,9 @@ class Ssd(Speculator):
         idea="Verify canvases of several orders in which the latest predictions may be fixed, the likeliest first.",
         family="tree",
         published="Up to 3.46 times on LLaDA and Dream, with the output of step-by-step decoding.",
+        also={
+            "ssd-dllm": "",
+        },
     )
     canvases: int = knob(4, 1, 64)  # scored per pass besides the row's own (3 to 5)
     orders: int = knob(3, 1, 16)  # positions of one canvas that may be fixed next

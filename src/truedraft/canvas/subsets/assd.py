@@ -42,6 +42,9 @@ class Assd(SubsetDrafter):
         needs=("an any-subset model",),
         presets={"assd-bigram": {"drafter": "bigram"}},
         published="About 10% fewer passes on WikiText with 95% of the tokens masked, with the same law.",
+        also={
+            "any-subset-speculative-decoding": "",
+        },
     )
     k: int = knob(5, 1, 64)  # most drafted tokens per pass (5 in the published script)
     drafter: str = knob("marginals", form="one of marginals, bigram", reader=named)  # bigram: of the known neighbours

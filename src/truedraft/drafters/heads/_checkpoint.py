@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import assets, registry
-from truedraft.drafters._learned import WEIGHTS, Module, read_learnt, with_weights
+from truedraft.drafters._learned import WEIGHTS, Module, other_weights, read_learnt, training, with_weights
 from truedraft.drafters.heads._layouts import unread_layout
 from truedraft.drafters.heads._weights import StoredWeights
 from truedraft.errors import Refused, why
@@ -71,9 +71,10 @@ class Format:
 
 def read_head(
     name: str, source: str | PathLike[str] | None, formats: Sequence[Format], model: PreTrainedModel,
-    rebuilt: Callable[[dict[str, Any], PreTrainedModel], Module],
+    rebuilt: Callable[[dict[str, Any], PreTrainedModel], Module], tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Module:  # fmt: skip
-    """The head of a checkpoint: trained here, or in the first format that matches.
+    """The head of a checkpoint: trained here, or in the first format that matches. Its attribute `origin` is a sentence
+    for reports where it was trained here for other weights of the target, else empty.
 
     For a stretched model (`truedraft.bench.stretched`) it is the head of the original, stretched likewise.
 
@@ -81,19 +82,21 @@ def read_head(
         name: of the method.
         source: a folder, an embedded head or a name on the hub; None for the embedded head of the target.
         rebuilt: the untrained head of a record that was trained here.
+        tokenizer: the target's.
 
     Raises:
         Refused: no such checkpoint, in no format that the method reads, damaged, or not made for this target.
     """
     if (stretch := getattr(model, "stretch", None)) is not None:
-        head = read_head(name, source, formats, stretch.source, rebuilt)
-        return stretch.head(head, lambda record: rebuilt(record, model))
+        head = read_head(name, source, formats, stretch.source, rebuilt, tokenizer)
+        return _from(stretch.head(head, lambda record: rebuilt(record, model)), origin_of(head))
     if source is None and (source := assets.head(name, model.config.name_or_path)) is None:
         raise Refused(f"{name} needs a head: draft='{name}:FOLDER', made by `truedraft train {name}`, or others'")
     folder = folder_of(name, source)
     if (folder / WEIGHTS).exists():
-        config, weights = read_learnt(folder, name, model)
-        return with_weights(lambda: rebuilt(config, model), weights, name, str(source))
+        config, weights = read_learnt(folder, name, model, tokenizer, str(source))
+        note = other_weights(config, name, source, model, tokenizer)
+        return _from(with_weights(lambda: rebuilt(config, model), weights, name, str(source)), note)
     foreign = Foreign(str(source), folder)
     known = ", ".join(form.name for form in formats) or "none but its own"
     if layout := unread_layout(foreign.tensors, foreign.config):
@@ -111,6 +114,16 @@ def read_head(
     )
 
 
+def _from(head: Module, origin: str) -> Module:
+    object.__setattr__(head, "origin", origin)
+    return head
+
+
+def origin_of(head: object) -> str:
+    """The attribute of a head of `read_head`; empty for others."""
+    return str(getattr(head, "origin", ""))
+
+
 def folder_of(name: str, source: str | PathLike[str]) -> Path:
     """The folder of a checkpoint, downloaded from the hub where the source is no folder.
 
@@ -122,10 +135,7 @@ def folder_of(name: str, source: str | PathLike[str]) -> Path:
         return folder
     text = str(source)
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
-        raise Refused(
-            f"{name}: there is no folder {text!r} (`truedraft train {name} --target MODEL --data FILE --out {text}` "
-            "makes one)"
-        )
+        raise Refused(f"{name}: there is no folder {text!r} (`{training(name)}` makes one)")
     from huggingface_hub import snapshot_download
 
     try:

@@ -9,20 +9,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from truedraft.caches.rows import RowCache
 from truedraft.drafters.heads._head import LearnedHead
 from truedraft.drafters.heads._layers import Attend, Rotary
 from truedraft.drafters.heads._reader import Branches, HeadReader, RowReader
 from truedraft.errors import Refused
-from truedraft.runtime.heads import NodeAttention, PlacedNodes, TorchHeadPass
+from truedraft.runtime.heads import CompiledHeadPass, NodeAttention, PlacedNodes, TorchHeadPass
+from truedraft.runtime.native import Op, OpKind
 from truedraft.runtime.nodes import Nodes
 from truedraft.runtime.panels import Int8Copies
+from truedraft.runtime.program import Program
 from truedraft.runtime.rotations import CachedKeys, cached_keys
+from truedraft.runtime.weights import NotCompilable
 from truedraft.targets._base import Target
 from truedraft.targets.hostable import keeps_states, layer_types
 from truedraft.targets.quirks import window_of
@@ -80,15 +85,42 @@ class CrossAttention(nn.Module):
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return self.o_proj(cross(query).transpose(1, 2).flatten(2))
 
+    def compile(self, p: Program, source: SourceLayer) -> None:
+        """Append its operations, from "h" to what is added to "x"; a pass points them at the keys and values, and at
+        the tables of the rotation.
+
+        Raises:
+            NotCompilable: values have another size than keys, or heads of which vectors cannot be made.
+        """
+        keys = source.keys
+        if keys.size != keys.value_size or keys.size % 8:
+            raise NotCompilable(f"keys of {keys.size} numbers and values of {keys.value_size}")
+        heads = len(self.q_proj.weight) // keys.size
+        shape: dict[str, Any] = dict(heads=heads, head=keys.size, step=keys.size)
+        for name in ("crossing", "crossed"):
+            p.buffer(name, heads * keys.size)
+        p.linear("h", "crossing", self.q_proj)
+        p.op(
+            OpKind.PREPARE, src="crossing", other="crossing", dst="crossing", interleaved=keys.rotation.neighbours,
+            **shape,
+        )  # fmt: skip
+        p.op(
+            OpKind.CROSS, src="crossing", dst="crossed", kv_heads=keys.heads, scale=keys.size**-0.5,
+            window=source.window, **shape,
+        )  # fmt: skip
+        p.linear("crossed", "x", self.o_proj, add=True)
+
 
 class CrossingHead(LearnedHead):
     """A head over the embeddings of a text whose layers also attend to the target's keys and values.
 
     sources: by layer, what it reads.
+    runner: computes its passes; None for the best here.
     """
 
     layers = ()
     sources: Sequence[SourceLayer]
+    runner: Any = None
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -106,6 +138,14 @@ class CrossingHead(LearnedHead):
         self, embeds: Tensor, rotary: Rotary, attends: Sequence[NodeAttention], crosses: Sequence[Cross]
     ) -> None:  # fmt: skip
         """Write the keys and values of what `forward` would compute the states of."""
+
+    @abstractmethod
+    def compile(self, program: Program) -> None:
+        """Append its operations: from embeddings to "x", the states, and "logits"; see `CrossAttention.compile`.
+
+        Raises:
+            NotCompilable: there is no compiled pass for it.
+        """
 
 
 def source_layers(model: PreTrainedModel, count: int) -> list[SourceLayer]:
@@ -193,12 +233,70 @@ class CrossingPass(TorchHeadPass):
         return cross
 
 
+class CompiledCrossingPass(CompiledHeadPass):
+    """The compiled pass of a `CrossingHead`, which reads the target's keys and values where they are.
+
+    target, slot_rows: see `CrossingPass`.
+    """
+
+    target: Target
+    slot_rows: Sequence[Row]
+
+    def attach(self, cache: RowCache | None) -> None:
+        super().attach(cache)
+        self._seen: list[tuple[int, int]] = []  # where the operations read keys and values
+        if cache is None:
+            return
+        positions = torch.arange(cache.cursor.capacity)
+        self._turns = [layer.keys.rotation.columns(positions, self.model.dtype) for layer in self._head.sources]
+        for op, (cos, sin) in zip(self._of_kind(OpKind.PREPARE), self._turns, strict=True):
+            op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+
+    @property
+    def _head(self) -> Any:
+        return self.model
+
+    def _of_kind(self, kind: OpKind) -> list[Op]:
+        """The operations of a kind that have no keys and values of the head's own cache, by layer."""
+        pairs = zip(self.program.ops, self.program.layers, strict=True)
+        return [op for op, own in pairs if op.kind == kind and own < 0]
+
+    def _give(self, features: Tensor) -> None:
+        """Point the operations at the target's keys and values, which move when its cache grows. features: (nodes,)
+        bounds."""
+        self._bounds = features.tolist()
+        kept = [self.target.committed_kv(layer.index) for layer in self._head.sources]
+        self._slots, _, self._places, _ = kept[0][0].shape
+        seen = [(keys.data_ptr(), values.data_ptr()) for keys, values in kept]
+        if seen == self._seen:
+            return
+        self._seen, self._variants = seen, {}
+        for op, (keys, values) in zip(self._of_kind(OpKind.CROSS), seen, strict=True):
+            op.keys, op.values = keys, values
+
+    def _complete(self, nodes: Nodes, numbers: dict[str, int], lists: dict[str, Sequence[int]]) -> None:
+        numbers |= {
+            "sources": self._places, "source_slots": self._slots, "longest": max(nodes.longest, *self._bounds),
+        }  # fmt: skip
+        lists |= {
+            "source_lengths": self._bounds, "source_slot": [self.slot_rows[slot].slot for slot in nodes.slot],
+        }  # fmt: skip
+
+
+def crossing_pass(head: CrossingHead, int8: Int8Copies | None = None) -> CompiledCrossingPass | CrossingPass:
+    """The compiled pass of a head where there is one, else that in torch. int8: see `CompiledHeadPass`."""
+    try:
+        return CompiledCrossingPass(head, int8)
+    except NotCompilable:
+        return CrossingPass(head, int8)
+
+
 class CrossingReader(HeadReader):
     """A `CrossingHead` as a `LevelReader`. A row's token i is read at place and position i, with the target's keys and
     values before it, and a drafted token with those before the pending one."""
 
     def __init__(self, head: CrossingHead, int8: Int8Copies | None = None):
-        self.crossing = CrossingPass(head, int8)
+        self.crossing = head.runner or crossing_pass(head, int8)
         RowReader.__init__(self, head, self.crossing)
         self.crossing.slot_rows = self.slot_rows
         self._branches: dict[int, Branches] = {}

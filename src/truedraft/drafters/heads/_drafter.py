@@ -17,11 +17,12 @@ from truedraft.drafters._candidates import DraftVocabulary
 from truedraft.drafters._confidence import ConfidenceTree
 from truedraft.drafters._growing import GrowingDrafter, GrowingTree, laws_of
 from truedraft.drafters._learned import Learner
-from truedraft.drafters.heads._checkpoint import Format, read_head
+from truedraft.drafters.heads._checkpoint import Format, origin_of, read_head
 from truedraft.drafters.heads._head import Head, Learned, check_target
 from truedraft.drafters.heads._quantize import check_copies, copies_of
 from truedraft.drafters.heads._reader import HeadReader
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores, Taps
 
@@ -65,6 +66,7 @@ class LearnedDrafter(Drafter):
             found = self.model
         else:
             found = self.opened(target.model)
+        check_finite(self._name, self.model or "its head", found)
         self._head = found.placed(target.device, target.dtype)
         self._vocabulary = self._head.draft_vocabulary
         self.needs = Taps(self._head.layers)
@@ -82,14 +84,15 @@ class LearnedDrafter(Drafter):
 
     @property
     def notes(self) -> list[str]:
-        """Which layers a checkpoint of another project is taken to mean."""
-        record = self.head.record()
+        """Also which target a checkpoint was trained for, and which layers one of another project is taken to mean."""
+        record, found = self.head.record(), [*super().notes, *filter(None, [origin_of(self.head)])]
         if "source" not in record:
-            return []
+            return found
         layers = ", ".join("the last one after the final norm" if k == -1 else str(k) for k in record["layers"])
         return [
+            *found,
             f"the head of {self._name} is in the format of {record['source']}: it reads the target's layers {layers} "
-            f"(by that format's convention: {record['convention']})"
+            f"(by that format's convention: {record['convention']})",
         ]
 
     @property
@@ -124,7 +127,7 @@ class TrainedDrafter(LearnedDrafter):
     learner: ClassVar[type[Learner]]
 
     def opened(self, model: PreTrainedModel) -> Learned:
-        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt)
+        return read_head(self.learner.name, self.model, self.formats, model, self.rebuilt, self.target_tokenizer)
 
     @staticmethod
     @abstractmethod

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from truedraft.caches.rows import RowCache
 from truedraft.drafters._candidates import DraftVocabulary
-from truedraft.drafters.heads._layers import Attend, HeadLayer, Norm, Rotary, layer_config, rotary_of
+from truedraft.drafters.heads._layers import Attend, HeadAttention, HeadLayer, Norm, Rotary, layer_config, rotary_of
 from truedraft.errors import Refused
 from truedraft.runtime.native import OpKind
 from truedraft.runtime.program import Program
@@ -205,15 +205,22 @@ def check_target(name: str, sizes: tuple[int, int], model: PreTrainedModel) -> N
 
 def begin_program(p: Program, head: Head) -> None:
     """The buffers of a head's layers, "embeds" and "features" among them, with the embeddings given for each node."""
-    c, size = head.config, head.size
-    for name in ("x", "h", "t", "embeds", "features"):
-        p.buffer(name, size)
+    begin_layers(p, head)
+    for name in ("embeds", "features"):
+        p.buffer(name, head.size)
+    p.op(OpKind.EMBED, dst="embeds", inner=head.size, blank=-1)
+
+
+def begin_layers(p: Program, head: LearnedHead) -> None:
+    """The buffers of a head's layers."""
+    c = head.config
+    for name in ("x", "h", "t"):
+        p.buffer(name, head.size)
     for name in ("q", "a"):
         p.buffer(name, c.num_attention_heads * c.head_dim)
     for name in ("k", "v"):
         p.buffer(name, c.num_key_value_heads * c.head_dim)
     p.buffer("g", c.intermediate_size)
-    p.op(OpKind.EMBED, dst="embeds", inner=size, blank=-1)
 
 
 def layer_program(p: Program, index: int, layer: HeadLayer, config: Any, given: str) -> None:
@@ -223,9 +230,19 @@ def layer_program(p: Program, index: int, layer: HeadLayer, config: Any, given: 
             p.rms_norm("x", "h", layer.input_layernorm)
         else:
             p.copy("x", "h")
-    p.qkv(given, layer.self_attn, config)
-    p.attend(index, layer.self_attn, config, per_head=0.0 if layer.self_attn.norms else None)
-    p.linear("a", "x", layer.self_attn.o_proj, add=True)
+    attention_program(p, index, layer.self_attn, config, given)
+    mlp_program(p, layer, config)
+
+
+def attention_program(p: Program, index: int, attention: HeadAttention, config: Any, given: str) -> None:
+    """The attention of a layer over its own cache, added to "x". given: the buffer that it reads."""
+    p.qkv(given, attention, config)
+    p.attend(index, attention, config, per_head=0.0 if attention.norms else None)
+    p.linear("a", "x", attention.o_proj, add=True)
+
+
+def mlp_program(p: Program, layer: Any, config: Any) -> None:
+    """The feed-forward of a layer, added to "x", which is then its result."""
     p.rms_norm("x", "h", layer.post_attention_layernorm)
     p.gated("h", layer.mlp, config.hidden_act)
     p.linear("g", "x", layer.mlp.down_proj, add=True)

@@ -32,6 +32,9 @@ class Eagle(TrainedDrafter, Branching, HeadDrafter):
         cannot=SEQ2SEQ,
         presets={"eagle-published": {"branches": "4x3.2.2.1x3.2.2.1x3.0x2.0"}},
         published="2.7x to 3.5x for Llama 2 Chat 70B (GPU); about 3x for 13B, 1.6x over Medusa.",
+        also={
+            "eagle-1": "",
+        },
     )
     learner = EagleTraining
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head

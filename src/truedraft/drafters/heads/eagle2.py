@@ -28,6 +28,10 @@ class Eagle2(TrainedDrafter, HeadTree):
         cannot=SEQ2SEQ,
         presets={"eagle2-published": {"nodes": 59, "depth": 6, "top_k": 10}},
         published="3.05x to 4.26x; 1.2x to 1.4x over EAGLE (one GPU).",
+        also={
+            "hass": "its heads are read by draft='eagle2:FOLDER' and draft='eagle:FOLDER', and `truedraft train "
+            "eagle:steps=3` trains one",
+        },
     )
     learner = EagleTraining
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head

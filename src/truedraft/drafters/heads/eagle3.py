@@ -147,6 +147,12 @@ class Eagle3(TrainedDrafter, HeadTree):
         cannot=SEQ2SEQ,
         presets={"eagle3-published": {"nodes": 59, "depth": 8, "top_k": 10}, "eagle3-drawn": {"drawn": True}},
         published="Up to 6.5x; 1.4x over EAGLE-2; mean acceptance length 6.1 for Llama 3.1 8B on MT-bench (one GPU).",
+        also={
+            "vocabtrim": "`truedraft train eagle3:vocabulary=N` trains a head with N tokens, as other heads have; "
+            "trimming one that exists is not here",
+            "fr-spec": "`truedraft train eagle3:vocabulary=N` trains a head with the N most frequent tokens; its files "
+            "of frequencies are not read",
+        },
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a Head

@@ -112,6 +112,9 @@ class Eesd(TrainedDrafter, ViewTree, HeadTree):
         cannot=SEQ2SEQ,
         presets={"eesd-published": {"stop": "thompson"}},
         published="LLaMA 2 and CodeLLaMA of 13B and 70B: faster than Medusa and Draft & Verify; no single figure.",
+        also={
+            "kangaroo": "draft='eesd:FOLDER' is the nearest: the first layers and a trained one behind them draft",
+        },
     )
     any_shape = False
     learner = Training

@@ -29,11 +29,12 @@ from transformers import PreTrainedModel
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._calibration import Calibration
-from truedraft.drafters._learned import Batch, Learner, Metrics, read_learnt, with_weights
+from truedraft.drafters._learned import Batch, Learner, Metrics, other_weights, read_learnt, with_weights
 from truedraft.drafters._trees import likeliest_paths
 from truedraft.drafters.heads._filling import FillerCache, filler_cache
 from truedraft.drafters.heads._nn import CacheUpdate, CrossAttentionLayer, PositionEncoding, attention_bias
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.modules import source_width
 from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of
@@ -266,7 +267,12 @@ class Gad(Drafter):
         self._filler: MaskFiller | None = self.model if isinstance(self.model, MaskFiller) else None
         self._cache: FillerCache | None = None
         self._running: set[Row] = set()
+        self._origin = ""  # a sentence on the target that it was trained for, where that is another
         self.forget()
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *filter(None, [self._origin])]
 
     def forget(self) -> None:
         self._calibration = Calibration()
@@ -277,11 +283,14 @@ class Gad(Drafter):
         if self.model is None:
             raise Refused("gad needs a checkpoint: draft='gad:FOLDER', made by `truedraft train gad`")
         if not isinstance(self.model, MaskFiller):
-            config, weights = read_learnt(Path(self.model).expanduser(), "gad", target.model)
+            model, tokenizer = target.model, self.target_tokenizer
+            config, weights = read_learnt(Path(self.model).expanduser(), "gad", model, tokenizer)
+            self._origin = other_weights(config, "gad", self.model, model, tokenizer)
             self._filler = with_weights(
-                lambda: MaskFiller(FillerShape(**config["shape"]), target.model), weights, "gad", self.model
+                lambda: MaskFiller(FillerShape(**config["shape"]), model), weights, "gad", self.model
             )
         assert self._filler is not None
+        check_finite("gad", self.model, self._filler)
         if self.length > self._filler.shape.masks:
             raise Refused(f"gad:length={self.length}: it was trained with {self._filler.shape.masks} masks; give fewer")
         self._filler.to(target.device, target.dtype).eval()

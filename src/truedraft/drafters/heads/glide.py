@@ -32,10 +32,13 @@ from truedraft.drafters._views import check_whole
 from truedraft.drafters._walking import Walk
 from truedraft.drafters.heads._crossing import Cross, CrossAttention, CrossingHead, CrossingReader, source_layers
 from truedraft.drafters.heads._drafter import SEQ2SEQ, HeadTree, TrainedDrafter
+from truedraft.drafters.heads._head import attention_program, begin_layers, mlp_program
 from truedraft.drafters.heads._layers import Attend, HeadAttention, HeadMlp, Norm, Rotary, layer_config, rotary_of
 from truedraft.drafters.heads._quantize import FORM, copies_of
 from truedraft.drafters.heads._unroll import HeadLearner, layer_like
 from truedraft.runtime.heads import NodeAttention
+from truedraft.runtime.native import OpKind
+from truedraft.runtime.program import Program
 from truedraft.runtime.rotations import CachedKeys
 from truedraft.targets._base import Target
 
@@ -105,6 +108,21 @@ class GlideHead(CrossingHead):
 
     def logits(self, states: Tensor) -> Tensor:
         return self.get_output_embeddings()(self.norm(states))
+
+    def compile(self, program: Program) -> None:
+        p = program
+        begin_layers(p, self)
+        p.buffer("logits", self._record["draft_vocabulary"] or self.vocabulary)
+        p.op(OpKind.EMBED, dst="x", inner=self.size, blank=-1)
+        p.outputs.append(len(p.ops) - 1)
+        for i, (layer, source) in enumerate(zip(self.blocks, self.sources, strict=True)):
+            p.rms_norm("x", "h", layer.input_layernorm)
+            attention_program(p, i, layer.self_attn, self.config, "h")
+            p.rms_norm("x", "h", layer.cross_attention_layernorm)
+            layer.cross_attn.compile(p, source)
+            mlp_program(p, layer, self.config)
+        p.end(self, lambda src, dst: p.rms_norm(src, dst, self.norm))
+        p.fed_back = len(self.blocks)
 
 
 @dataclass
@@ -207,6 +225,9 @@ class Glide(TrainedDrafter, HeadTree):
         cannot=SEQ2SEQ,
         presets={"glide-tree": {"nodes": 24, "depth": 6, "top_k": 6}, "glide-drawn": {"drawn": True}},
         published="Up to 2.17x for Vicuna, with CaPE 2.61x (one GPU).",
+        also={
+            "glide-cape": "draft='cape:source=glide:FOLDER' is both",
+        },
     )
     learner = Training
     kind = GlideHead

@@ -208,6 +208,10 @@ class Hydra(StatefulTree):
         cannot=SEQ2SEQ,
         presets={"hydra-published": {"nodes": 63, "top_k": 10}, "hydra-drawn": {"drawn": True}},
         published="Hydra++ up to 2.70x; up to 1.31x over Medusa (Vicuna, one GPU).",
+        also={
+            "hydra++": "its heads are read by draft='hydra:FOLDER', and `truedraft train hydra:blocks=4,prefix=True` "
+            "trains some",
+        },
     )
     learner = Training
     model: Any = None  # a checkpoint's folder, its name on the hub, or a HydraHead

@@ -30,11 +30,12 @@ from truedraft.drafters._growing import position_laws
 from truedraft.drafters._learned import Batch, Learner, Metrics, target_logits
 from truedraft.drafters._trees import likeliest_paths, likeliest_positions
 from truedraft.drafters._walking import Walk
-from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, read_head
+from truedraft.drafters.heads._checkpoint import Foreign, Format, loaded, origin_of, read_head
 from truedraft.drafters.heads._drafter import SEQ2SEQ
 from truedraft.drafters.heads._head import check_target, sizes_of
 from truedraft.drafters.heads._quantize import FORM, check_copies, copies_of
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.linears import Linears
 from truedraft.targets._base import Target
 from truedraft.targets.kinds import family_of
@@ -280,6 +281,15 @@ class Medusa(Drafter):
         cannot=SEQ2SEQ,
         presets={"medusa-published": {"nodes": 63, "dynamic": False}},
         published="More than 2.2x (Medusa-1) and 2.3x to 3.6x (Medusa-2) on Vicuna, one GPU (from memory).",
+        also={
+            "medusa-1": "",
+            "medusa-2": "its checkpoints are read by draft='medusa:FOLDER'; its training of the model together with "
+            "the heads is not here",
+            "koala": "`truedraft train medusa:blocks=2` trains heads of several layers; its adversarial loss is not "
+            "here",
+            "slimspec": "`truedraft train medusa:rank=N` trains Medusa heads with matrices of low rank; those of other "
+            "heads are whole",
+        },
     )
     learner = Training
     needs = Taps((-1,))
@@ -296,6 +306,10 @@ class Medusa(Drafter):
         self._states: dict[int, Tensor] = {}
         self.forget()
 
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *filter(None, [origin_of(self.heads)])]
+
     def forget(self) -> None:
         self._calibration = Calibration()
 
@@ -306,7 +320,9 @@ class Medusa(Drafter):
             check_target("medusa", self.model.target_sizes, target.model)
             self.heads = self.model
         else:
-            self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt)
+            of = self.target_tokenizer
+            self.heads = read_head("medusa", self.model, self.formats, target.model, self.rebuilt, of)
+        check_finite("medusa", self.model or "its heads", self.heads)
         self._tree = static_tree([some[: self.top_k] for some in accuracies(self.heads)], self.nodes)
         self.heads.to(target.device, target.dtype).eval()
         self._vocabulary = DraftVocabulary(self.heads.target_sizes[0], self.heads.draft_token_ids)

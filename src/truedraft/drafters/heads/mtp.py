@@ -34,6 +34,10 @@ class Mtp(HeadTree):
         cannot=SEQ2SEQ,
         presets={"mtp-published": {"nodes": 1, "depth": 1}, "mtp-drawn": {"drawn": True}},
         published="DeepSeek-V3: 85% to 90% of second tokens are right, 1.8x tokens per second (GPUs).",
+        also={
+            "multi-token-prediction": "",
+            "nextn": "",
+        },
     )
     any_shape = False
     model: Any = None  # a folder or a name on the hub, by default the target's own; or a Head

@@ -31,6 +31,14 @@ class Lookahead(PerRow[tuple[JacobiWindow, NgramPool]]):
         family="jacobi",
         presets={"lookahead-7": {"window": 7, "guesses": 7}},
         published="Up to 1.8x on MT-Bench, 1.5x to 2.3x on one GPU.",
+        also={
+            "jacobi": "draft='lookahead' runs windows of Jacobi iterations and drafts their n-grams; plain Jacobi "
+            "decoding is not here",
+            "jacobi-decoding": "draft='lookahead' runs windows of Jacobi iterations and drafts their n-grams; plain "
+            "Jacobi decoding is not here",
+            "lookahead-decoding": "",
+            "lade": "",
+        },
     )
     window: int = knob(15, 0, 64)  # positions guessed, W; published 15 for 7B, 10 for 13B, 7 for 34B and above (A100)
     guesses: int = knob(15, 1, 64)  # n-grams kept for each first token and verified, G; published as W
@@ -44,8 +52,8 @@ class Lookahead(PerRow[tuple[JacobiWindow, NgramPool]]):
     def bind(self, target: Target) -> None:
         if not target.branching:
             raise Refused(
-                f"draft='lookahead' reads guesses beside its draft, and {type(target.model).__name__} scores single "
-                "chains only, because it has states: use another drafter"
+                f"draft='lookahead' reads guesses in addition to its draft, and {type(target.model).__name__} scores "
+                "single chains only, because it has states: use another drafter"
             )
         super().bind(target)
 

@@ -50,6 +50,9 @@ class CodeSwift(WithCorpora[tuple[RowText, Places, Habits]]):
         idea="Draft the target's earlier top candidates here, then continuations from the project and a corpus.",
         family="retrieval",
         published="Up to 2.53x in repositories, 2.54x standalone, over plain decoding.",
+        also={
+            "fastcoder": "",
+        },
     )
     takes_references = True
     nodes: int = knob(64, 1, 1024)  # of the tree; published 64

@@ -72,6 +72,9 @@ class Iad(PerRow[SourceState]):
         family="retrieval",
         presets={"iad-tree": {"places": 4, "edits": True}},
         published="7x to 9x on grammatical error correction, 9x to 12x with a shallow decoder (encoder-decoders, GPU).",
+        also={
+            "aggressive-decoding": "draft='iad' copies the input, and draft='gad:FOLDER' is the trained drafter",
+        },
     )
     takes_references = True
     length: int = knob(64, 1, 1024)  # tokens drafted; published: the whole rest

@@ -21,6 +21,9 @@ class Llma(SuffixLookup):
         family="retrieval",
         presets={"llma-trigger2": {"trigger": 2}},
         published="Over 2x in retrieval-augmented, cache-assisted and multi-turn generation (LLaMA 7B-30B, V100).",
+        also={
+            "inference-with-reference": "",
+        },
     )
     trigger: int = knob(1, 1, 1024)  # shortest n-gram that starts a copy; published default 1
     longest: int = knob(5, 1, 1024)  # longest n-gram searched; published 5

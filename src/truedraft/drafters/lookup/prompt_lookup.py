@@ -22,6 +22,12 @@ class PromptLookup(SuffixLookup):
         family="retrieval",
         presets={"prompt-lookup-hf": {"n": 2}, "prompt-lookup-long": {"n": 5, "length": 40}},
         published="Spec-Bench, Vicuna 7B, A100, greedy: 1.66x overall, 2.66x summarising, 1.06x translation.",
+        also={
+            "pld": "",
+            "prompt-lookup-decoding": "",
+            "ngram": "",
+            "ngram-speculator": "",
+        },
     )
     n: int = knob(3, 1, 1024)  # longest n-gram searched; published default 3, transformers' own default is 2
     length: int = knob(10, 1, 1024)  # tokens copied; published default 10

@@ -28,6 +28,10 @@ class Sam(WithCorpora[tuple[RowText, Places]]):
         family="retrieval",
         presets={"sam-alone": {"threshold": 1}},
         published="Spec-Bench, Vicuna 7B, A6000, greedy: 1.84x alone, 2.27x with Token Recycling.",
+        also={
+            "sam-decoding": "",
+            "sam-decoding-with-eagle-2": "draft='sam?eagle2:FOLDER' is both",
+        },
     )
     takes_references = True
     threshold: int = knob(5, 1, 1024)  # tokens of the shortest match; published 5

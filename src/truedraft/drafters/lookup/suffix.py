@@ -30,6 +30,9 @@ class Suffix(WithMemory):
         family="retrieval",
         presets={"suffix-chain": {"branches": 1}, "suffix-wide": {"offset": 8.0}},
         published="Up to 5.3x over plain decoding on agents' loads (AgenticSQL, SWE-Bench).",
+        also={
+            "suffix-decoding": "",
+        },
     )
     depth: int = knob(64, 1, 1024)  # tokens of match and draft together; published 64
     alpha: float = knob(1.0, 0, 1e3)  # nodes for each matched token; published 1.0

@@ -16,10 +16,11 @@ from torch.nn.functional import binary_cross_entropy, logsigmoid, silu
 from transformers import PreTrainedModel
 
 from truedraft.card import knob, shown
-from truedraft.drafters._learned import Batch, Learner, Metrics
+from truedraft.drafters._learned import Batch, Learner, Metrics, read_weights
 from truedraft.drafters.models._reader import loaded
 from truedraft.errors import Refused
-from truedraft.runtime.identity import fingerprint
+from truedraft.identity import Identity
+from truedraft.runtime.identity import identity_of
 from truedraft.runtime.tapping import LayerTaps
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Taps
@@ -188,8 +189,7 @@ class Training(Learner):
         return {
             "hidden": self.module.hidden, "blocks": self.blocks, "weight": self.weight,
             "draft": {
-                "name": str(folder.resolve() if folder.is_dir() else given), "class": type(self.draft).__name__,
-                "fingerprint": fingerprint(self.draft),
+                "name": str(folder.resolve() if folder.is_dir() else given), **identity_of(self.draft).record(),
             },
         }  # fmt: skip
 
@@ -197,8 +197,11 @@ class Training(Learner):
         own = json.loads(json.dumps(self.config()))  # as it is read from a checkpoint
         if any(config[k] != own[k] for k in ("hidden", "blocks", "weight")):
             raise Refused(f"--resume: the checkpoint is of a head {config}, not {own}: give the same knobs")
-        check_draft(self.draft, config)
         self.module.load_state_dict(weights)
+
+    def restore(self, folder: Path, model: PreTrainedModel) -> str:
+        other = of_other_draft(self.draft, read_weights(folder, self.name)[0])
+        return "; ".join(filter(None, [super().restore(folder, model), other]))
 
 
 def tokens_in_time(raw: Sequence[float], label: Sequence[float], threshold: float) -> float:
@@ -222,12 +225,15 @@ def hidden_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
-def check_draft(model: PreTrainedModel, config: dict[str, Any]) -> None:
-    """Raises Refused where a head was trained for another draft model."""
-    stored, given = config["draft"], fingerprint(model)
-    if stored["fingerprint"] != given:
-        raise Refused(
-            f"specdec-pp: the head was trained for another draft model ({stored['name']}, a {stored['class']}, "
-            f"fingerprint {stored['fingerprint']}; this is a {type(model).__name__}, {given}): give that model, or "
-            "train a head for this one"
-        )
+def of_other_draft(model: PreTrainedModel, config: dict[str, Any]) -> str:
+    """A sentence for reports where a head was trained for other weights of its draft model; empty where it was not.
+
+    Raises:
+        Refused: it was trained for a draft model of other sizes.
+    """
+    fitted = f"specdec-pp: the head was trained beside {config['draft']['name']}"
+    remedy = "give that model, or train a head for this one"
+    stored = config["draft"]
+    return Identity.read({"target": stored.get("class", "model"), **stored}).compared(
+        identity_of(model), fitted, remedy
+    )

@@ -183,11 +183,12 @@ class Distilling(Learner):
         except SafetensorError as e:
             raise OSError(str(e)) from e
 
-    def restore(self, folder: Path, model: PreTrainedModel) -> None:
+    def restore(self, folder: Path, model: PreTrainedModel) -> str:
         student, _ = loaded(folder)
         config = json.loads(json.dumps(student.config.to_dict(), default=str))
         weights = {name: weight.float() for name, weight in student.state_dict().items()}
         self.resume({name: value for name, value in config.items() if name not in IGNORED}, weights)
+        return ""
 
     def parameter_groups(self) -> ParameterGroups:
         """Embeddings and the output head are among those that AdamW moves."""

@@ -35,6 +35,7 @@ class ModelDrafter(GrowingDrafter):
 
     any_shape = True
     model: Any
+    own_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is given by its name
     _vocabularies: Vocabularies | None = None  # where there are two
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class ModelDrafter(GrowingDrafter):
 
     @property
     def notes(self) -> list[str]:
-        found = []
+        found = super().notes
         if (drafted := self.vocabulary) is not None and drafted.ids is not None:
             found.append(
                 f"the draft model has another tokenizer: it drafts the {len(drafted.ids):,} of {drafted.size:,} tokens "
@@ -63,6 +64,7 @@ class ModelDrafter(GrowingDrafter):
         return found
 
     def translate(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().translate(tokenizer)
         same = self.own_tokenizer is None or self.own_tokenizer.get_vocab() == tokenizer.get_vocab()
         self._vocabularies = None if same else Vocabularies(tokenizer, self.own_tokenizer)  # type: ignore[arg-type]
         self.tokenizer = self.own_tokenizer if same else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from truedraft.chance import likeliest
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._candidates import keys_of
-from truedraft.drafters._growing import laws_of
+from truedraft.drafters._growing import by_logits, laws_of
 from truedraft.drafters.models._reader import Reader
 from truedraft.tree import DraftTree, Row
 
@@ -96,7 +96,8 @@ def verified(
 def _behind(tokens: Sequence[int], tree: DraftTree) -> DraftTree:
     """A tree below the last of some tokens, all of it nodes."""
     n = len(tokens)
-    return DraftTree((*tokens, *tree.tokens), (*range(-1, n), *(n + parent for parent in tree.parent[1:])))
+    below = tree.parent[1:] if n == 0 else [n + parent for parent in tree.parent[1:]]
+    return DraftTree((*tokens, *tree.tokens), (*range(-1, n), *below))
 
 
 def _walked(
@@ -105,7 +106,12 @@ def _walked(
 ) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
     """By draft, the accepted path from the root on, and the tokens that were predicted along it."""
     paths, tokens = [[0] for _ in drafts], [list[int]() for _ in drafts]
-    walking = list(range(len(drafts)))
+    walking = []
+    for k, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
+        if lenience == 1.0 and by_logits(drafter, draft.row):
+            paths[k], tokens[k] = _likeliest(tree, logits[k])
+        else:
+            walking.append(k)
     while walking:
         rows, contexts = [drafts[k].row for k in walking], [drafts[k].drafted + tokens[k] for k in walking]
         laws = laws_of(rows, contexts, torch.stack([logits[k][paths[k][-1]] for k in walking]))
@@ -120,3 +126,14 @@ def _walked(
                 moved.append(k)
         walking = moved
     return paths, tokens
+
+
+def _likeliest(tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int]]:
+    """The path along the largest logits, and the tokens that have them, -1 where there is none."""
+    path, tokens = [0], list[int]()
+    while True:
+        best, token = logits[path[-1]].max(-1)
+        tokens.append(int(token) if best.isfinite() else -1)
+        if (child := tree.child(path[-1], tokens[-1])) is None:
+            return path, tokens
+        path.append(child)

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from truedraft.drafters._base import usual_seconds
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters.models._reader import NOTHING, Reader
+from truedraft.drafters.models._reader import Reader
 from truedraft.runtime._base import TreeGrowth
-from truedraft.runtime.forward import ForwardPass, LinearsPass
-from truedraft.runtime.padded import Padded
-from truedraft.runtime.segments import Segments
-from truedraft.runtime.weights import NotCompilable
+from truedraft.runtime.compiled import CompiledPass
+from truedraft.runtime.segment_passes import CompiledSegments, ForwardSegments, SegmentPasses, begins_anywhere
 from truedraft.targets.hostable import layer_types
 from truedraft.targets.quirks import window_of
-from truedraft.tree import DraftTree, Row, Taps
+from truedraft.tree import Row
 
 ENOUGH = 64  # tokens that reach an exit before it may be dropped
 FEW = 8  # tokens of a row in a pass that is timed, at most
@@ -81,20 +79,20 @@ class NestedReader(Reader):
     """
 
     def __init__(self, model: Any, exits: Sequence[Exit]):
-        super().__init__(model, "stock")
+        super().__init__(model)
         self.exits = list(exits)
         self.overhead = 0.0  # seconds of a pass that runs no layer
         self._progress: list[Progress] = []
         self._attached: Any = None  # the cache of `_passes`
+        self._passes: SegmentPasses
 
     def _host(self) -> None:
         before = self._hosted
         super()._host()
         if self._hosted is not before:
             kinds = layer_types(self.model)
-            given = self.model, kinds, window_of(self.model.config.get_text_config(decoder=True), kinds)
-            self._segments = Segments(self.model, len(kinds))
-            self._passes = _own_forward(*given)
+            window = window_of(self.model.config.get_text_config(decoder=True), kinds)
+            self._forward = ForwardSegments(self.model, kinds, window)
 
     def _clear(self) -> None:
         super()._clear()
@@ -123,10 +121,13 @@ class NestedReader(Reader):
         """That of the draft model, in which all layers are allocated."""
         cache: Any = self.target.cache  # type: ignore[attr-defined]
         if self._attached is not cache:
+            runner = self.target.runner  # type: ignore[attr-defined]
+            compiled = isinstance(runner, CompiledPass) and begins_anywhere(runner.program)
+            self._passes = CompiledSegments(runner) if compiled else self._forward
             self._passes.attach(cache)
             self._attached = cache
-            self._pass(0, self.target.layers, [NOTHING], [0], None)
-            self.overhead = min(self._pass(0, 0, [NOTHING], [0], None)[2] for _ in range(TRIES))
+            self._pass(0, self.target.layers, [[0]], [0], [None])
+            self.overhead = min(self._pass(0, 0, [[0]], [0], [None])[2] for _ in range(TRIES))
         return cache
 
     def _release(self, slot: int) -> None:
@@ -183,48 +184,28 @@ class NestedReader(Reader):
         """Run the layers between two exits over the tokens of chains behind what they have read, by slot; (slots, V)
         logits of the last ones."""
         read = [progress.read[exit] for progress in self._progress]
-        trees = [DraftTree.chain(chain[0], chain[1:]) if chain else DraftTree.chain(0) for chain in chains]
-        given = None
-        if exit:
-            size = self.model.config.get_text_config(decoder=True).hidden_size
-            shape = len(trees), max(map(len, trees)), size
-            given = torch.zeros(shape, dtype=self.target.dtype, device=self.target.device)
-            for row, progress, chain in zip(given, self._progress, chains, strict=True):
-                if chain:
-                    row[: len(chain)] = progress.states[exit - 1]
-                    row[len(chain) :] = row[len(chain) - 1]  # padding is a copy of the last node
+        given = [
+            progress.states[exit - 1] if exit and chain else None
+            for chain, progress in zip(chains, self._progress, strict=True)
+        ]
         first, last = self.exits[exit - 1].layers if exit else 0, self.exits[exit].layers
-        logits, states, seconds = self._pass(first, last, trees, read, given)
-        if max(map(len, trees)) <= FEW:
+        logits, states, seconds = self._pass(first, last, chains, read, given)
+        if max(map(len, chains)) <= FEW:
             self.exits[exit].seconds = usual_seconds(self.exits[exit].seconds, seconds)
         for slot, (chain, progress) in enumerate(zip(chains, self._progress, strict=True)):
             if chain:
-                progress.went_on(exit, states[slot, : len(chain)])
+                progress.went_on(exit, states[slot])
                 if not exit:
                     self.written[slot] += chain
                     self._cache.lengths[slot] = len(self.written[slot])
-        ends = torch.tensor([len(tree) - 1 for tree in trees], device=logits.device)
-        return logits[torch.arange(len(trees), device=logits.device), ends]
+        return logits
 
-    @torch.no_grad()
     def _pass(
-        self, first: int, last: int, trees: Sequence[DraftTree], read: Sequence[int], given: Tensor | None
-    ) -> tuple[Tensor, Tensor, float]:
-        """Logits (slots, width, V), the hidden states that these layers leave, (slots, width, H), and seconds."""
+        self, first: int, last: int, chains: Sequence[Sequence[int]], read: Sequence[int],
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor, list[Tensor], float]:  # fmt: skip
+        """What `SegmentPasses.run` finds, and seconds."""
         began = time.perf_counter()
-        cursor, width = self._attached.cursor, max(map(len, trees))
-        nodes = Padded.of(trees, read, width, self.target.device).to(self.target.device)
-        extent = max(read) + width
-        cursor.placed(nodes.places, extent)
-        with self._segments.running(first, last, given) as left:
-            logits, _ = self._passes.forward_nodes(nodes, extent, Taps())
+        logits, states = self._passes.run(first, last, chains, read, given)
         self.target.wait()
-        return logits, left[0] if left else logits[..., :0], time.perf_counter() - began
-
-
-def _own_forward(model: Any, kinds: Sequence[str], window: int | None) -> ForwardPass:
-    """The model's own forward, with compiled linear layers where they are available."""
-    try:
-        return LinearsPass(model, kinds, window)
-    except NotCompilable:
-        return ForwardPass(model, kinds, window)
+        return logits, states, time.perf_counter() - began

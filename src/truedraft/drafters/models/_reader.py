@@ -19,6 +19,7 @@ from truedraft.drafters.models._vocabularies import RowTexts
 from truedraft.errors import NoRoom, Refused
 from truedraft.loading import load
 from truedraft.runtime._base import GreedyChain, TreeGrowth, TreeLimits
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
 from truedraft.targets.kinds import family_of
@@ -35,10 +36,12 @@ def loaded(model: Any) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """A draft model, given as a model or by name; with its tokenizer where it was loaded by name.
 
     Raises:
-        Refused: neither a model nor a name, or it cannot be loaded.
+        Refused: neither a model nor a name, or it cannot be loaded, or has weights that are no finite numbers.
     """
     if isinstance(model, str | PathLike):
-        return load(str(model), argument="the draft model")
+        found, tokenizer = load(str(model), argument="the draft model")
+        check_finite("the draft model", model, found)
+        return found, tokenizer
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel | None):
         raise Refused(f"model={shown(model)}: give a model of transformers, or its name (./NAME for a folder)")

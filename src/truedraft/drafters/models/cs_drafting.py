@@ -48,6 +48,9 @@ class CsDrafting(Joint):
         needs=("draft model",),
         presets={"cs-drafting-llama": {"lengths": "13x10;10"}, "cs-drafting-t5": {"lengths": "5x14x10;1x10;10"}},
         published="Up to 72% (in the later version 81%) more speed than speculative decoding with the same models.",
+        also={
+            "cascade-speculative-drafting": "",
+        },
     )
     model: Any = None  # draft models, the largest first: a list of models, or names with ';' between; published 1 or 2
     lengths: str = knob("5x10;10", form=LENGTHS, reader=lambda text: table_of(text))  # published: see the presets

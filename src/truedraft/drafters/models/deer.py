@@ -27,6 +27,10 @@ class Deer(MaskDrafter):
         cannot=SEQ2SEQ,
         presets={"deer-tree": {"top_k": 8}},
         published="5.5x on HumanEval for Qwen3-30B-A3B, where EAGLE-3 gives 2.4x (one GPU); drafts of up to 32 tokens.",
+        lacks={
+            "deer": "drafts are made as published; neither stage of its training is here, so that the diffusion model "
+            "is one that was trained for whole texts",
+        },
     )
     model: Any = None  # a diffusion model of transformers, or its name: a folder, an embedded model, one on the hub
     depth: int = knob(16, 1, 64)  # masks, that is tokens of a chain; published 32

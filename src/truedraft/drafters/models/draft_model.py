@@ -26,6 +26,22 @@ class DraftModel(ChainDrafter):
         needs=("draft model",),
         published="T5-XXL drafted by T5-small: 2.6x to 3.4x; Chinchilla 70B by a 4B: 1.9x to 2.5x; Llama 2 Chat 7B by "
         "115M trained with TVD++ (arXiv 2403.00858): up to 2.3 tokens per pass.",
+        also={
+            "speculative-decoding": "draft='draft-model:model=NAME' drafts, and rule='rejection' verifies as published",
+            "speculative-sampling": "draft='draft-model:model=NAME' drafts, and rule='rejection' verifies as published",
+            "assisted-generation": "",
+            "assistant": "",
+            "heterogeneous-vocab": "draft='draft-model:model=NAME' drafts the tokens that both models have, "
+            "draft='string-level-exact:model=NAME' and draft='string-level-rejection:model=NAME' all of the draft "
+            "model's own",
+            "tli": "",
+            "distillspec": "`truedraft train draft-model` distils a draft model on the target's own responses, by the "
+            "loss of loss_name=NAME",
+            "tvd++": "`truedraft train draft-model:loss_name=tvd++` trains a draft model with its loss",
+            "dovetail": "draft='draft-model:NAME@cuda' runs a draft model on another device than the target; its gated "
+            "fusion is not here",
+            "pard": "its models draft as others do, draft='draft-model:model=NAME'; their masks are not used",
+        },
     )
     learner = Distilling
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub

@@ -29,6 +29,11 @@ class GreedyMultiDraft(Branching, ShapedDrafter):
         family="draft model",
         needs=("draft model",),
         published="Acceptance above recursive rejection and K-SEQ at equal numbers of drafts.",
+        also={
+            "mdsd": "",
+            "mdsd-optimal": "its greedy multi-draft sampling is draft='greedy-multi-draft:model=NAME' with "
+            "rule='greedy-multi-draft', and `truedraft.accept.optimal_acceptance` computes the optimum",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("3x2x1", form=BRANCHES, reader=branched)  # level by level; the paper compares 2 to 8 at one

@@ -24,6 +24,13 @@ class GumbelTopK(Branching, ShapedDrafter):
         family="draft model",
         needs=("draft model",),
         published="RSD-C, Llama 2 70B drafted by 115M, trees of 30 tokens: block efficiency above chain and SpecTr.",
+        also={
+            "rsd": "its trees are draft='gumbel-top-k:model=NAME' and draft='stochastic-beam:model=NAME', verified by "
+            "rule='multi-round'",
+            "recursive-speculative-decoding": "its trees are draft='gumbel-top-k:model=NAME' and "
+            "draft='stochastic-beam:model=NAME', verified by rule='multi-round'",
+            "rsd-c": "",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("2x2x2", form=BRANCHES, reader=branched)  # level by level; published e.g. 2x2x2

@@ -35,6 +35,11 @@ class MirrorSd(OverlappingDrafter):
         family="draft model",
         needs=("draft model",),
         published="2.8x to 5.8x for models of 14B to 66B on 8 GPUs, with the draft model on 8 NPUs.",
+        lacks={
+            "mirror-sd": "outcomes are continued while the target verifies, as published; they are the draft model's "
+            "own next choices and not read from an early layer of the target, the draft model makes one token per "
+            "pass, and targets on accelerators are refused",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(7, 1, 256)  # tokens verified at most, as of draft-model; the paper varies it

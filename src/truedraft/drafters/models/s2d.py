@@ -9,9 +9,10 @@ it is not, the same hidden state goes on to the next exit.
 Keys and values that the layers behind an exit lack, of tokens that were drafted at it, are made when a later token goes
 on: the hidden states of all such tokens run through these layers in one pass with its own. Under cost control an exit
 that saves less than its output head costs is dropped between calls. It wins over a draft model of one depth where easy
-and hard tokens alternate. Passes over a part of the layers are made by the model's own forward, with compiled linear
-layers but not by the compiled pass; beside a draft model as small as those that two cores train, `draft-model` is
-faster for that reason.
+and hard tokens alternate. On the CPU passes over a part of the layers are compiled ones; of models that add positions
+to their embeddings or normalise these (GPT-2, Bloom), they are made by the model's own forward, with compiled linear
+layers. Each exit is a call of its own, so that beside a draft model as small as those that two cores train,
+`draft-model` is faster.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ class S2d(ChainDrafter):
         cannot={"encoder-decoder": "its exits are those of a decoder language model"},
         published="Vicuna 7B and 13B: 1.34x and 1.38x, LLaMA-2 70B 1.95x, 2.4 to 2.9 tokens a pass; an unsorted "
         "draft's early exit 1.22x on average (one GPU).",
+        also={
+            "sorted-speculative-decoding": "",
+        },
     )
     learner = Sorting
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub

@@ -34,12 +34,13 @@ from torch import Tensor
 from truedraft.card import Card, knob, shown
 from truedraft.drafters._calibration import Calibration
 from truedraft.drafters._growing import GrowingTree
-from truedraft.drafters._learned import read_learnt, read_weights, with_weights
+from truedraft.drafters._learned import other_weights, read_learnt, read_weights, with_weights
 from truedraft.drafters._timed import TimedLevels
-from truedraft.drafters.models._acceptance import CANNOT, LAST, AcceptanceHead, Training, check_draft, hidden_size
+from truedraft.drafters.models._acceptance import CANNOT, LAST, AcceptanceHead, Training, hidden_size, of_other_draft
 from truedraft.drafters.models._model import ContinuingModelDrafter
 from truedraft.drafters.models._reader import Reader
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 
@@ -112,6 +113,9 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
         needs=("draft model", "training"),
         cannot=CANNOT,
         published="Llama 2 chat 70B by 7B: 2.04x to 2.26x, 7% to 11% more than drafts of the best fixed length.",
+        also={
+            "specdec++": "",
+        },
     )
     learner = Training
     model: Any = None  # a model of transformers, or its name; None for the one that the head was trained for, by name
@@ -127,7 +131,12 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
             self.model = read_weights(Path(self.head).expanduser(), "specdec-pp")[0]["draft"]["name"]
         super().__post_init__()
         self._reader: AcceptanceReader = AcceptanceReader(self.model)
+        self._origins = list[str]()  # sentences on the models that the head was trained for, where these are others
         self.forget()
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *filter(None, self._origins)]
 
     def forget(self) -> None:
         self._calibration = Calibration()
@@ -143,11 +152,12 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
                 f"specdec-pp: the head reads states of size {head.hidden}, and those of the draft model "
                 f"{type(self.model).__name__} have {given}: give its own head"
             )
+        check_finite("specdec-pp", self.head, head)
         self.reader.target.check_taps(LAST)
         self._reader.head = head.to(self.reader.target.device).eval()
 
     def _opened(self, target: Target) -> AcceptanceHead:
-        """The head, whose checkpoint is one for these two models."""
+        """The head, whose checkpoint is one for models of these sizes."""
         if isinstance(self.head, AcceptanceHead):
             return self.head
         if self.head is None:
@@ -155,8 +165,10 @@ class SpecdecPp(TimedLevels, ContinuingModelDrafter):
                 "specdec-pp needs a head: draft='specdec-pp:model=NAME,head=FOLDER', made by `truedraft train "
                 "specdec-pp:model=NAME`"
             )
-        config, weights = read_learnt(Path(self.head).expanduser(), "specdec-pp", target.model)
-        check_draft(self.model, config)
+        model, tokenizer = target.model, self.target_tokenizer
+        config, weights = read_learnt(Path(self.head).expanduser(), "specdec-pp", model, tokenizer)
+        note = other_weights(config, "specdec-pp", self.head, model, tokenizer)
+        self._origins = [note, of_other_draft(self.model, config)]
         shape = config["hidden"], config["blocks"], config["weight"]
         return with_weights(lambda: AcceptanceHead(*shape), weights, "specdec-pp", self.head)
 

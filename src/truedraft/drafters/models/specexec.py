@@ -33,6 +33,10 @@ class SpecExec(PayingLevels, LikeliestGrowth, NodeBudget):
         needs=("draft model",),
         presets={"specexec-published": {"nodes": 1024, "beam": 128, "branches": 16, "length": 32}},
         published="Up to 20 tokens a pass; 4 to 6 tokens/s for models of 50B and more, offloaded to RAM in 4 bits.",
+        lacks={
+            "specexec": "the search and the acceptance are as published; weights that are read from memory or disk "
+            "during a pass, for which it was made, are refused",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     nodes: int = knob(48, 1, 2048)  # of the draft; published 128 to 1024

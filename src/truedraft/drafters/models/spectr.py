@@ -48,10 +48,11 @@ class SpecTr(ShapedDrafter):
     def grow(self, growing: GrowingTree, nodes: Sequence[int], laws: Tensor) -> None:
         """Sample as many children of a node as continuations pass through it; equal ones share a node."""
         added: list[int] = []
-        for node, law in zip(nodes, laws, strict=True):
-            count = int(growing.score.get(node, self.paths))
+        counts = [int(growing.score.get(node, self.paths)) for node in nodes]
+        drawn = self.chosen_each(growing, nodes, laws, counts)
+        for node, law, tokens in zip(nodes, laws, drawn, strict=True):
             first: dict[int, int] = {}
-            for child in growing.add(node, self.chosen(growing, node, law, count), law):
+            for child in growing.add(node, tokens, law):
                 token = growing.tokens[child]
                 if token in first:
                     growing.score[first[token]] += 1

@@ -54,6 +54,9 @@ class StagedSd(Branching, HasCorpora, ModelDrafter):
         family="draft model",
         needs=("draft model",),
         published="GPT-2-L (762M) drafted by 40M, HumanEval prompts, RTX 4090, greedy: 3.16x lower latency.",
+        also={
+            "staged-speculative-decoding": "",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     branches: str = knob("3x2x1x1x1", form=BRANCHES, reader=branched)  # by level; published: more early, fewer deep

@@ -32,6 +32,9 @@ class StochasticBeam(LikeliestGrowth, ShapedDrafter):
         family="draft model",
         needs=("draft model",),
         published="RSD-S, Llama 2 70B drafted by 115M: the highest block efficiency of the trees compared.",
+        also={
+            "rsd-s": "",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     beam: int = knob(4, 1, 64)  # sequences kept at each level; published 2 to 6

@@ -32,6 +32,9 @@ class StringLevelExact(StringDrafter):
         needs=("draft model", "tokenizer"),
         cannot={"encoder-decoder": "its sources are in the target's tokens"},
         published="Up to 2.8x on summaries, code and long contexts, with off-the-shelf draft models.",
+        also={
+            "slem": "",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(16, 1, 256)  # tokens of the draft model at most; transformers has 20

@@ -214,6 +214,9 @@ class StringLevelRejection(StringDrafter):
         needs=("draft model", "tokenizer"),
         cannot={"encoder-decoder": "its sources are in the target's tokens"},
         published="Described, and not measured: the splits of a string grow exponentially with its length.",
+        also={
+            "slrs": "",
+        },
     )
     model: Any = None  # a model of transformers, or its name: a folder, an embedded model, one on the hub
     length: int = knob(4, 1, 32)  # tokens of the target

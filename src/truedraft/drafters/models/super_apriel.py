@@ -37,6 +37,10 @@ class SuperApriel(ChainDrafter):
         needs=("mixers",),
         cannot={"encoder-decoder": "none is a supernet"},
         published="Placements of 15B alone, lossy: 2.9x to 10.7x the throughput; drafting is named without figures.",
+        lacks={
+            "super-apriel": "placements of full attention and windows draft; mixers with recurrent states are refused, "
+            "and neither the search for placements nor the training is here",
+        },
     )
     placement: str = knob("", form="names of mixers, such as a;b, along the layers", reader=_names)  # or of windows
     length: int = knob(7, 1, 256)  # tokens drafted at most, as of draft-model; none is published

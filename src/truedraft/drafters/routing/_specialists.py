@@ -75,7 +75,7 @@ def read_file(method: str, path: Path) -> tuple[dict[str, str], dict[str, list[s
     drafts: dict[str, str] = {}
     examples: dict[str, list[str]] = {}
     try:
-        for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        for name, table in tomllib.loads(path.read_text(encoding="utf-8-sig")).items():
             if (
                 not isinstance(table, dict)
                 or not isinstance(table.get("draft"), str)
@@ -86,7 +86,9 @@ def read_file(method: str, path: Path) -> tuple[dict[str, str], dict[str, list[s
                 )
             drafts[name], texts = table["draft"], table.get("examples")
             if isinstance(texts, str):
-                texts = [line for line in (path.parent / texts).read_text(encoding="utf-8").split("\n") if line.strip()]
+                texts = [
+                    line for line in (path.parent / texts).read_text(encoding="utf-8-sig").split("\n") if line.strip()
+                ]
             if texts is not None:
                 examples[name] = texts
     except (OSError, ValueError) as e:
@@ -113,7 +115,7 @@ def token_ids(
         except (TypeError, ValueError) as e:
             raise Refused(f"{method}: an example of {name!r} is {shown(text)}: give a text, or its token ids") from e
         if not all(0 <= token < vocabulary for token in ids[-1]):
-            raise Refused(f"{method}: an example of {name!r} has tokens that the model's {vocabulary} do not include")
+            raise Refused(f"{method}: an example of {name!r} has tokens outside the model's vocabulary of {vocabulary}")
     if not any(ids):
         raise Refused(f"{method}: {name!r} has no examples: give some texts like those that it is for")
     return ids

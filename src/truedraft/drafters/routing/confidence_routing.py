@@ -36,6 +36,9 @@ class ConfidenceRouting(Many):
         needs=("specialists",),
         published="Tokens per pass at temperature 0, Llama 3 8B, two heads: routed 4.80 (HASS) and 4.63 (EAGLE-2), "
         "merged trees 5.11 and 5.02, averaged weights 2.59 and 2.42; one head 3.7 to 4.4.",
+        also={
+            "taps": "draft='confidence-routing' chooses between specialists, and 'a+b' merges the drafts of two",
+        },
     )
     specialists: Any = None  # drafters by name, a list of them, or their names with ';' between
 

@@ -101,6 +101,7 @@ class SelfDrafter(ViewDrafter):
         self.card = self.view.card  # type: ignore[misc]
         if self.view.alternatives:
             self.needs = LAST
+        self._fitting = list[str]()  # sentences on the target that the view was made for, where that is another
         super().__post_init__()
 
     def forget(self) -> None:
@@ -112,8 +113,13 @@ class SelfDrafter(ViewDrafter):
         """Its name in reports: the view's."""
         return self.view.name
 
+    @property
+    def notes(self) -> list[str]:
+        return [*self.view.notes, *self._fitting]
+
     def bind(self, target: Target) -> None:
         super().bind(target)
+        self._fitting = target.fitting(self.view)
         for view in self.view.alternatives:
             self.check(target, self._by_depth(view))
 

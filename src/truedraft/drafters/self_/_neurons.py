@@ -14,8 +14,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from truedraft.card import knob
-from truedraft.drafters._learned import Batch, Learner, Metrics, read_weights, with_weights
+from truedraft.drafters._learned import Batch, Learner, Metrics, origin, read_weights, with_weights
 from truedraft.errors import Refused
+from truedraft.identity import Identity
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.overrides import overridden
 from truedraft.runtime.sparse import Feeds
 from truedraft.runtime.tapping import blocks_of
@@ -118,8 +120,13 @@ class Training(Learner):
         self.module.load_state_dict(weights)
 
 
-def read_predictors(folder: str) -> tuple[Predictors, str]:
-    """The predictors of a checkpoint, and the fingerprint of the model that they were trained for.
+def check_predictors(source: object, predictors: Predictors) -> None:
+    """Raises Refused where a weight is no finite number. source: as the caller named them, or they themselves."""
+    check_finite(NAME, source, predictors)
+
+
+def read_predictors(folder: str) -> tuple[Predictors, Identity]:
+    """The predictors of a checkpoint, and the model that they were trained for.
 
     Raises:
         Refused: there is none, or it is damaged.
@@ -128,4 +135,4 @@ def read_predictors(folder: str) -> tuple[Predictors, str]:
     made = with_weights(
         lambda: Predictors(config["hidden"], config["groups"], config["size"], config["rank"]), weights, NAME, folder
     )  # fmt: skip
-    return made.requires_grad_(False), str(config.get("fingerprint"))
+    return made.requires_grad_(False), origin(config)

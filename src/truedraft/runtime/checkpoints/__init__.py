@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 FOLDERS = {"gptq": "gptq.Gptq", "awq": "awq.Awq", "compressed-tensors": "compressed_tensors.CompressedTensors"}
 ENDING = ".gguf"
+OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of what config.json has today
 
 
 def place(source: Path | str) -> tuple[Path | str, dict[str, Any]]:
@@ -37,6 +39,26 @@ def is_gguf(path: Path) -> bool:
 def is_quantised(source: Path | str, config: Any) -> bool:
     """Whether a model is one of the formats that are read here."""
     return (isinstance(source, Path) and is_gguf(source)) or _method(config) in FOLDERS
+
+
+def complete(source: Path | str, config: Any) -> None:
+    """Give a configuration the settings of quantisation that older tools have written into a file of their own.
+
+    Raises:
+        Refused: the file is no JSON object.
+    """
+    if getattr(config, "quantization_config", None) is not None or (isinstance(source, Path) and is_gguf(source)):
+        return
+    from transformers.utils.hub import cached_file
+
+    for file, method in OLDER.items():
+        options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+        if path := cached_file(source, file, _raise_exceptions_for_missing_entries=False, **options):
+            try:
+                config.quantization_config = {"quant_method": method, **json.loads(Path(path).read_bytes())}
+            except (ValueError, TypeError) as e:
+                raise Refused(f"{path} is no JSON object: download it again") from e
+            return
 
 
 def opened(source: Path | str, config: Any, model: str) -> Checkpoint | None:
@@ -65,9 +87,8 @@ def opened(source: Path | str, config: Any, model: str) -> Checkpoint | None:
 
     module, _, kind = FOLDERS[str(method)].partition(".")
     settings = config.quantization_config
-    folder: Checkpoint = getattr(import_module(f"{__name__}.{module}"), kind)(
-        Files(source, local_files_only=isinstance(source, Path)), settings, model
-    )
+    files = Files(source, settings.get("model_file_base_name"), local_files_only=isinstance(source, Path))
+    folder: Checkpoint = getattr(import_module(f"{__name__}.{module}"), kind)(files, settings, model)
     del config.quantization_config
     return folder
 

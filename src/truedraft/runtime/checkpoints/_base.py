@@ -116,14 +116,19 @@ def linear_weights(model: Any) -> set[str]:
 
 
 class Files(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors, or of a model on the hub, each read when it is asked for."""
+    """The tensors of a folder's safetensors, or of a model on the hub, each read when it is asked for.
 
-    def __init__(self, source: Path | str, **options: Any):
+    Args:
+        stem: another name of the file, which older tools gave it.
+    """
+
+    def __init__(self, source: Path | str, stem: str | None = None, **options: Any):
         from safetensors import safe_open
         from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
         lenient = dict(_raise_exceptions_for_missing_entries=False, **options)
-        file = cached_file(source, "model.safetensors", **lenient)
+        names = ["model.safetensors", *([] if stem is None else [f"{stem}.safetensors"])]
+        file = next(filter(None, (cached_file(source, name, **lenient) for name in names)), None)
         index = None if file else cached_file(source, "model.safetensors.index.json", **lenient)
         if not file and not index:
             raise Refused(f"{str(source)!r} has no model.safetensors, from which quantised weights are read")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.errors import Refused
+from truedraft.runtime.checkpoints import ends
 from truedraft.runtime.checkpoints._base import Checkpoint, Integers, Lazy, linear_weights
 from truedraft.runtime.checkpoints._blocks import BLOCKS
 
@@ -41,6 +42,9 @@ class Gguf(Checkpoint):
         self._architecture = fields["general.architecture"]
         self._processor: Any = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=config.to_dict())
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        named = ((name, field.contents()) for name, field in reader.fields.items() if ends.GGUF.fullmatch(name))
+        if (found := ends.of_metadata(named)) is not None:
+            config.eos_token_id = found
         stretching = fields.get(f"{self._architecture}.rope.scaling.type", "none")
         if stretching != "none":
             raise Refused(f"{model}: transformers does not read its rotary embeddings ({stretching}): give a folder")

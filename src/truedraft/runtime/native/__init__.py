@@ -135,7 +135,8 @@ class PassArguments(ctypes.Structure):
 
     __slots__ = ("memory",)  # of the lists; an unknown field is an error
     _fields_ = [
-        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "positions", "sources")),
+        *((name, c_int64) for name in ("nodes", "tail", "vocabulary", "capacity", "positions")),
+        *((name, c_int64) for name in ("sources", "source_slots")),
         *(
             (name, c_void_p)
             for name in (
@@ -149,6 +150,7 @@ class PassArguments(ctypes.Structure):
                 "extra",
                 "extra_position",
                 "source_lengths",
+                "source_slot",
                 "gather",
                 "rounded",
             )

@@ -539,7 +539,7 @@ typedef struct {
 typedef struct {
   int64_t nodes, tail, vocabulary, capacity;
   int64_t positions;                    /* that tables have */
-  int64_t sources;                      /* CROSS: keys and values of a slot's source, at most */
+  int64_t sources, source_slots;        /* CROSS: keys and values of a source, at most, and number of sources */
   const int64_t *token;                 /* ids, or NULL where `embeds` is given */
   const float *embeds;                  /* (nodes, hidden) */
   const int64_t *slot, *position;       /* of each node; nodes of a slot are contiguous */
@@ -547,7 +547,8 @@ typedef struct {
   const int64_t *base;                  /* a node sees the places [0, base) ... */
   const int64_t *extra_from;            /* ... and the places extra[extra_from[i] .. extra_from[i + 1]) */
   const int64_t *extra, *extra_position;
-  const int64_t *source_lengths;                 /* CROSS: source positions that a node sees */
+  const int64_t *source_lengths;        /* CROSS: source positions that a node sees; of none the result is zero ... */
+  const int64_t *source_slot;           /* ... and which source that is; the same for all nodes of a group */
   const int64_t *gather;                /* the nodes of the tail */
   const int64_t *rounded;               /* by slot: so many first places are read in fewer bits, where there are such keys */
   int64_t groups;                       /* attention: groups of nodes of one slot */
@@ -1158,10 +1159,9 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
   const int64_t head = op->head, share = op->heads / op->kv_heads, count = (to - from) * share;
   const int64_t size = op->narrow ? 2 : 4, bytes = head * size, wide = key_size(op), ld = pass->reach + 2 * PANEL;
   const int cross = op->kind == CROSS, latents = wide > head;
-  const int64_t of = pass->slot[from] * op->kv_heads + kv, rounds = op->weight ? pass->rounded[pass->slot[from]] : 0;
-  const int64_t *base = cross ? pass->source_lengths : pass->base;
-  const int64_t origin = (latents ? pass->slot[from] : pass->slot[from] * op->kv_heads + kv) *
-                         (cross ? pass->sources : pass->capacity);
+  const int64_t slot = (cross ? pass->source_slot : pass->slot)[from], of = slot * op->kv_heads + kv;
+  const int64_t rounds = op->weight ? pass->rounded[slot] : 0, *base = cross ? pass->source_lengths : pass->base;
+  const int64_t origin = (latents ? slot : of) * (cross ? pass->sources : pass->capacity);
   const char *keys = (const char *)op->keys + origin * bytes;
   const char *rotated = latents ? (const char *)op->values + origin * (wide - head) * size : NULL;
   const char *values = latents ? keys : (const char *)op->values + origin * bytes;
@@ -1836,7 +1836,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       return heads_fit(op, share) && within(key_size(op), 1, MOST) &&
              fits(pass, op->src, (op->heads - 1) * op->step + key_size(op), nodes) &&
              fits(pass, op->dst, op->heads * op->head, nodes) && op->window >= 0 &&
-             (op->kind == ATTEND || (pass->source_lengths && pass->sources > 0));
+             (op->kind == ATTEND || (pass->source_lengths && pass->source_slot && pass->sources > 0));
     case CONVOLVE:
     case RECUR:
     case SCAN: return states_fit(op, pass);
@@ -1938,7 +1938,8 @@ static int nodes_fit(const Pass *pass) {
     const int64_t from = pass->extra_from[i], to = pass->extra_from[i + 1];
     if (!within(pass->slot[i], 0, pass->slots - 1) || !within(pass->base[i], 0, pass->capacity) || from < 0 || from > to ||
         to > pass->extras || pass->base[i] + to - from > pass->longest || pass->base[i] + to - from < 1 ||
-        (pass->source_lengths && (!within(pass->source_lengths[i], 1, pass->sources) || pass->source_lengths[i] > pass->longest)))
+        (pass->source_lengths && (!within(pass->source_lengths[i], 0, pass->sources) || pass->source_lengths[i] > pass->longest)) ||
+        (pass->source_slot && !within(pass->source_slot[i], 0, pass->source_slots - 1)))
       return BAD_NODES;
   }
   for (int64_t e = 0; e < pass->extras; e++)
@@ -1951,7 +1952,8 @@ static int nodes_fit(const Pass *pass) {
     const int64_t from = pass->group_from[g], to = pass->group_from[g + 1];
     if (from >= to || to > n || to - from > MANY) return BAD_NODES;
     for (int64_t i = from + 1; i < to; i++)
-      if (pass->slot[i] != pass->slot[from]) return BAD_NODES;
+      if (pass->slot[i] != pass->slot[from] || (pass->source_slot && pass->source_slot[i] != pass->source_slot[from]))
+        return BAD_NODES;
   }
   return FITS;
 }

@@ -9,6 +9,8 @@ const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 
 /** One answer as it streams in. */
 class Answer {
+  #reasons = false; // whether what was shown last is reasoning
+
   constructor() {
     this.started = performance.now();
     this.first = null;
@@ -30,11 +32,13 @@ class Answer {
     for (const choice of chunk.choices) {
       const tokens = choice.tokens ?? [];
       const text = choice.text ?? choice.delta?.content ?? "";
+      const reasoning = choice.delta?.reasoning_content ?? "";
       if (tokens.length) this.first ??= performance.now();
       this.tokens += tokens.length;
       this.drafted += tokens.filter((token) => token.drafted).length;
+      this.#append(this.cutter.add(tokens, `${reasoning}${this.#reasons && text ? "\n\n" : ""}${text}`));
+      this.#reasons = (this.#reasons || Boolean(reasoning)) && !text;
       this.text += text;
-      this.#append(this.cutter.add(tokens, text));
     }
     this.show();
   }
@@ -78,6 +82,7 @@ class Answer {
 
 export class Playground {
   #model = null;
+  #chosen = false; // whether the user has chosen the endpoint
   #running = null; // AbortController of the request that runs
   #answer = null;
 
@@ -88,7 +93,10 @@ export class Playground {
     });
     addEventListener("keydown", (event) => this.#key(event));
     at("stop-button").addEventListener("click", () => this.stop());
-    form.addEventListener("change", () => this.#endpoint());
+    form.addEventListener("change", ({ target }) => {
+      this.#chosen ||= target.name === "endpoint";
+      this.#endpoint();
+    });
     at("add-message").addEventListener("click", () => addMessage("user", "").focus());
     at("add-reference").addEventListener("click", () => addReference("text", "").focus());
     at("as-prediction").addEventListener("click", () => this.#asPrediction());
@@ -105,6 +113,9 @@ export class Playground {
     const chosen = select.value;
     select.replaceChildren(...card.drafts.map((name, i) => new Option(i ? name : `${name} (default)`, name)));
     if (card.drafts.includes(chosen)) select.value = chosen;
+    if (this.#chosen || form.elements.prompt.value) return;
+    form.elements.endpoint.value = card.chat ? "chat" : "completions";
+    this.#endpoint();
   }
 
   #key(event) {

@@ -35,6 +35,10 @@ class Apd(Guided):
         family="guide",
         needs=("guide",),
         published="Markedly higher throughput of Dream 7B, with a guide of 0.5 B, at a small loss of quality.",
+        lacks={
+            "apd": "the mixture with a causal model is as published; the keys and values that are kept and the suffix "
+            "that is cut, from which its speed comes, are not here",
+        },
     )
     model: Any = None  # the guide: a causal model of the same tokenizer, or its name
     weight: float = knob(0.7, 0, 1)  # R, of the diffusion model (0.7)

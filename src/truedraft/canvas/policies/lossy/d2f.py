@@ -27,6 +27,10 @@ class D2f(LossyPolicy):
         family="pipeline",
         cannot={"attention to the whole": "its blocks read earlier ones only"},
         published="LLaDA 8B trained for it: 7.2 to 52.5 tokens/s on GSM8K (77.4 to 77.3), 0.9 to 47.6 on MBPP.",
+        lacks={
+            "d2f": "the pipeline of blocks is here; the training by discrete diffusion forcing, for which it is made, "
+            "is not",
+        },
     )
     threshold: float = knob(0.9, 0, 1)  # which a probability must exceed (0.9)
     add: float = knob(0.1, 0, 1)  # least known share of the last block before another is added (0.1 to 0.9)

@@ -25,6 +25,10 @@ class FastDllmV2(LossyPolicy):
         idea="Fill the parts of a block from left to right, each by a threshold.",
         family="threshold",
         published="Up to 2.5 times autoregressive decoding of Qwen 2.5, without loss of quality.",
+        lacks={
+            "fast-dllm-v2": "the decoding of its models is here; the training that makes one from an autoregressive "
+            "model, and the cache of parts of a block, are not",
+        },
     )
     threshold: float = knob(0.9, 0, 1)  # which a probability must exceed (0.9)
     part: int = knob(8, 1, 1024)  # positions of a part (8)

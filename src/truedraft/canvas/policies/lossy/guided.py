@@ -27,6 +27,10 @@ class GuidedDiffusion(Guided):
         family="guide",
         needs=("guide",),
         published="12.14 times Dream 7B on average, with its caches, at a negligible loss of quality.",
+        also={
+            "flashdlm": "its halves are rule='lossy/guided' and view='lossy/freecache'",
+            "freecache-guided-diffusion": "its halves are rule='lossy/guided' and view='lossy/freecache'",
+        },
     )
     model: Any = None  # the guide: a causal model of the same tokenizer, or its name
 

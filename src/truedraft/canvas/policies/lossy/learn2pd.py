@@ -27,6 +27,7 @@ from truedraft.canvas.policies.lossy._base import LossyPolicy
 from truedraft.canvas.policies.lossy._filter import MAKER, Filter, confidences
 from truedraft.card import Card, knob, shown
 from truedraft.errors import Refused
+from truedraft.runtime.finite import check_finite
 
 
 @dataclass
@@ -42,6 +43,9 @@ class Learn2pd(LossyPolicy):
     model: Any = None  # file of a trained filter, or a Filter
     threshold: float = knob(0.96, 0, 1)  # which the filter's probability must exceed (0.96)
     ends: bool = knob(False)  # end-of-text prediction: the text ends where an end token is predicted (on)
+
+    def bind(self, vocabulary: int, layout: Layout, tokenizer: Any) -> None:
+        check_finite("lossy/learn2pd", self.model, self.filter)
 
     def begin(self, row: CanvasRow, layout: Layout) -> None:
         row.memory[id(self)] = layout.attention

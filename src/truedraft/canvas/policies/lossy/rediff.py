@@ -28,6 +28,10 @@ class Rediff(Editing):
         family="editing",
         published="More coherent and accurate captions than without rewriting at several tokens per step, by a model "
         "trained for it; no factor.",
+        lacks={
+            "rediff": "the loop that fills and rewrites is here; both stages of its training, without which a model "
+            "rewrites badly, are not",
+        },
     )
     tokens: int = knob(4, 1, 1024)  # masks that a pass fills
     sure: float = knob(0.9, 0, 1)  # which the probability of another token must exceed
