@@ -149,7 +149,7 @@ def main() -> None:
         folder = Path(name)
         write_tasks(folder, args.text.read_text() if args.text else prompt("stories.txt"))
         reference = evaluated(args.python, folder, "hf", f"pretrained={path},dtype=float32,{tokens}")
-        with process(command, args.port):
+        with process(command, args.port, seconds=600):
             url = f"base_url=http://127.0.0.1:{args.port}/v1/completions"
             given = f"{url},model=served,tokenizer={path},tokenizer_backend=huggingface,num_concurrent=4,{tokens}"
             served = evaluated(args.python, folder, "local-completions", given)
