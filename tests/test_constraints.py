@@ -515,7 +515,7 @@ def test_nothing_is_emitted_that_the_grammar_does_not_allow(monkeypatch: pytest.
         while engine.has_unfinished_requests():
             engine.step()
     assert lost.finish_reason == "error" and other.finish_reason in ("stop", "length") and len(whole) > 5
-    with pytest.raises(Refused, match="the constraint could not be followed any further"):
+    with pytest.raises(Refused, match="the constraint demands a text that cannot be followed here"):
         lost.result()
 
 

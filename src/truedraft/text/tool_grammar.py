@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
-from truedraft.text.tool_calls import REASONING, THINK, Format, format_of
+from truedraft.text.tool_calls import REASONING, THINK, Format, ended, format_of
 from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
@@ -175,7 +175,7 @@ class _Grammar:
 
     def reasoning(self, prompt: str, opening: str, closing: str) -> str:
         """What may come before an answer, or must if the prompt has begun it; nothing if the prompt has ended it."""
-        if re.search(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$", prompt):
+        if ended(prompt, opening, closing):
             return ""
         end = self.text(closing)
         attribute = "[lazy]" if end.startswith('"') else ""  # up to the first closing tag, which the text may contain
