@@ -459,7 +459,7 @@ def test_tokenizers() -> None:
     ):  # fmt: skip
         with pytest.raises(Refused, match=f"choice demands {why} that no token of this model stands for"):
             constraints_of(kind).processor("choice", definition, 0)
-    with pytest.raises(Refused, match="json_schema demands .* that no token"):
+    with pytest.raises(Refused, match=r"json_schema demands .* that no token"):
         constraints_of("unigram").processor("json_schema", {"const": {"a": "日本語Ω"}}, 0)
     with pytest.raises(Refused, match=r"regex demands a character that no token"):
         constraints_of("unigram").processor("regex", "%%%", 0)
