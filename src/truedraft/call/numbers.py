@@ -76,7 +76,7 @@ def _misfit(kwargs: Mapping[str, Any], model: Any) -> str | None:
         kind: type = int if name in WHOLE else float
         if value is None or type(value) is kind or isinstance(value, list):
             continue
-        if name in (*LENGTHS, *FRACTIONS) and isinstance(value, Real) and not value > 0:
+        if name in (*LENGTHS, *FRACTIONS) and isinstance(value, Real) and not float(value) > 0:
             continue  # it is refused for what it is, of whatever type
         given = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
         fits = given and (kind is float or value == int(value))
