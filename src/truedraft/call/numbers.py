@@ -63,8 +63,9 @@ def named(kwargs: Mapping[str, Any], model: Any) -> Iterator[None]:
         raise
     except (TypeError, ValueError) as error:
         modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-        within = dropwhile(lambda name: not name.startswith("transformers"), modules)
-        if any(name.startswith("truedraft") for name in within) or (reason := _misfit(kwargs, model)) is None:
+        within = [*dropwhile(lambda name: not name.startswith("transformers"), modules)]
+        others = not within or any(name.startswith("truedraft") for name in within)
+        if others or (reason := _misfit(kwargs, model)) is None:
             raise
         raise Refused(reason) from error
 
