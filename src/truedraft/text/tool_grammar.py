@@ -19,6 +19,7 @@ from truedraft.text.tool_calls import THINK, Format, format_of
 from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+DEEPEST = 80  # characters of the name of a rule, which grows with each level
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
@@ -112,7 +113,10 @@ class _Grammar:
 
     def call(self, number: int, function: Mapping[str, Any]) -> str:
         """The rule of calls of one tool; its schema is a root of its own, so that references within it hold."""
-        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        given = function.get("parameters") or NO_PARAMETERS
+        if not isinstance(given, dict):
+            raise Refused(f"tool_choice: the parameters of {function['name']!r} are no JSON schema: give an object")
+        schema = {"type": "object", **given}
         name, rule = function["name"], f"call_{number}"
         places = {"name": _quoted(name, escaped=True), "number": "/[0-9]{1,3}/"}
         if "‹parameters›" in self.form.call:
@@ -137,8 +141,10 @@ class _Parameters:
     def __init__(self, grammar: _Grammar, schema: Mapping[str, Any], root: Mapping[str, Any], place: str, prefix: str):
         self.grammar, self.form, self.root, self.place, self.prefix = grammar, grammar.form, root, place, prefix
         self._only(schema, OF_OBJECTS, place)
-        self.properties: dict[str, Any] = schema.get("properties") or {}
-        self.required = {*schema.get("required", ())}
+        self.properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(self.properties, dict) or not isinstance(required, list):
+            raise Refused(f"tool_choice: {place} is no JSON schema: give properties as an object, required as a list")
+        self.required = {str(key) for key in required}
         if unknown := sorted(self.required - self.properties.keys()):
             raise Refused(
                 f"tool_choice: {place} requires {unknown[0]!r}, which is none of its properties: add it there"
@@ -215,6 +221,8 @@ class _Parameters:
 
     def _nested(self, schema: Mapping[str, Any], place: str, name: str) -> str:
         """An object or a list in a format with its own quotes."""
+        if len(name) > DEEPEST:
+            raise Refused(f"tool_choice: {self.place} is nested too deeply for the format {self.form.name}: use 'auto'")
         if types_of(schema, self.root) == {"object"}:
             inner = _Parameters(self.grammar, schema, self.root, place, f"{name}_p").rule()
             return f'"{{" {inner} "}}"'
