@@ -19,13 +19,13 @@ from truedraft.text.tool_calls import THINK, Format, format_of
 from truedraft.text.tool_values import NAME, resolved, types_of
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-DEEPEST = 80  # characters of the name of a rule, which grows with each level
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 LINES = re.compile(r"\n+|[^\n]+")
 PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
 OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 OF_STRINGS = NOTES | {"type", "minLength", "maxLength", "pattern"}
+DEEPEST = 80  # characters of the name of a rule, which grows with each level
 
 
 def call_grammar(
