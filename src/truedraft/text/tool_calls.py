@@ -332,7 +332,8 @@ class ChannelParser:
         self._ended: set[str] = set()  # fields that have the text of an earlier message
         self._made: list[dict[str, Any]] = []
         _, begun, header = prompt.rpartition(CHANNELS[0])
-        self._begun = header if begun and not ENDED.search(header) else ""  # of the header, by the prompt
+        has_ended = any(tag in header for tag in CHANNELS[3:])
+        self._begun = header if begun and not has_ended else ""  # of the header, by the prompt
         if HEADER.search(self._begun):  # the prompt has begun the text, too
             self._begin(self._begun)
 
