@@ -279,7 +279,7 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
     assert "instead of" in json.loads(capsys.readouterr().out)["figures"][2]["differs"]
 
 
-@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--lossy", "lossy/dual-cache"]])
+@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--assistant", "nano-draft"]])
 def test_what_has_no_meaning_for_a_diffusion_model(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nano-diffusion", *flag]) == 2
     assert f"{flag[0]} has no meaning for a diffusion model" in capsys.readouterr().err
