@@ -234,7 +234,7 @@ def test_command_compares_sides(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--oracle", "--batch", "1"], "--batch has no meaning together with --oracle"),
         (["--oracle", "--roofline", "--draft", "llma"], "--draft has no meaning together with --oracle and --roofline"),
         (["--roofline", "--oracle", "--no-baselines"], "--baselines has no meaning"),
-        (["--lossy", "int8-self"], "choose it with view='lossy/int8-self'"),
+        (["--lossy", "int8-self"], "choose it with --lossy lossy/int8-self"),
         (["--lossy", "lossy/int8"], "there is no view 'int8': did you mean 'int8-kv' or 'int8-self'"),
         (["--lossy", "lossy/early-exit", "--max-new-tokens", "1"], "two or more new tokens"),
         (["--lossy", "lossy/early-exit", "--oracle"], "--lossy and --oracle measure different things"),
@@ -279,7 +279,7 @@ def test_a_diffusion_model_is_compared_with_its_own_forward(
     assert "instead of" in json.loads(capsys.readouterr().out)["figures"][2]["differs"]
 
 
-@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--lossy", "lossy/dual-cache"]])
+@pytest.mark.parametrize("flag", [["--ties", "recheck"], ["--oracle"], ["--roofline"], ["--assistant", "nano-draft"]])
 def test_what_has_no_meaning_for_a_diffusion_model(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nano-diffusion", *flag]) == 2
     assert f"{flag[0]} has no meaning for a diffusion model" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from models import tiny
 from seq2seq_models import POSITIONS, TEXTS, Scripted, model, tokenizer
 from truedraft import Refused
 from truedraft.cli import _diff
-from truedraft.errors import NoRoom
+from truedraft.errors import NoRoom, Note
 from truedraft.text import sentences
 from truedraft.text.lines import Rewriter, RewrittenLine
 
@@ -244,7 +244,8 @@ def test_generation_config_of_the_model_is_overridden() -> None:
         return_dict_in_generate=True, num_return_sequences=2, output_attentions=True, use_cache=False, do_sample=True,
         num_beams=3,
     )  # fmt: skip
-    done = Rewriter(truedraft.accelerate(own, tokenizer(), control="fixed"), check=True)
+    with pytest.warns(Note, match="num_beams=3"):
+        done = Rewriter(truedraft.accelerate(own, tokenizer(), control="fixed"), check=True)
     assert [line.text for line in done.run(TEXTS)] == expected and done.tally.differs is None
 
 

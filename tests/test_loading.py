@@ -180,7 +180,7 @@ def test_beams_of_a_generation_config_are_said_once_with_the_line_that_ends_them
     assert len(said) == 1
     ids = torch.tensor([[5, 6, 7]])
     line = "model.generation_config.num_beams = 1"
-    with pytest.raises(Refused, match=f"num_beams=4: beam search is not supported; .* {line}"):
+    with pytest.raises(Refused, match="num_beams=4: beam search is not supported; num_beams=1 searches greedily"):
         fast.generate(ids, max_new_tokens=9)
     expected = model.generate(ids, max_new_tokens=9, num_beams=1, do_sample=False)
     assert torch.equal(fast.generate(ids, max_new_tokens=9, num_beams=1, do_sample=False), expected)

@@ -117,6 +117,8 @@ def test_weights_that_are_no_numbers_are_refused(saved: Any, name: str, wrong: f
     learner.save(tmp_path, model)
     with pytest.raises(Refused, match=rf"(NaN|infinity) in 1 of .* numbers of {part}: it is damaged"):
         tokenized(model, draft=drafter_of(name, tmp_path, sibling(model)))
+    with pytest.raises(Refused, match=r"(NaN|infinity) in 1 of"):
+        learner_of(name, model).restore(tmp_path, model)
     given = {"head": learner.module, "model": sibling(model)} if name == "specdec-pp" else {"model": learner.module}
     with pytest.raises(Refused, match=r"the given module has (NaN|infinity) in 1 of"):
         truedraft.accelerate(model, draft=registry.load("drafters", name, **given))

@@ -29,6 +29,8 @@ from truedraft.targets.decoder import DecoderTarget
 pytest.importorskip("torchao.utils", reason="torchao is not installed")
 from truedraft.runtime.packed import PackedTensor
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*predicts plain English")  # of models with random weights
+
 compiled = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
 
 FOLDERS: dict[str, tuple[Any, ...]] = {

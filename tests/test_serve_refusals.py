@@ -36,7 +36,7 @@ EVERYTHING: dict[str, Any] = {
     "references": ["a text"], "structured_outputs": {"regex": "[a-z ]+"},
     "prediction": {"type": "content", "content": "a text"},
 }  # fmt: skip
-INTERNAL = {"namespace"}  # follows from the API key, and not from a parameter
+INTERNAL = {"namespace", "num_beams"}  # follow from the API key, and from what a server does; no parameter sets them
 # names by which generate, and this library, have what the API has under another name
 FOREIGN = (
     {*inspect.signature(ContinuousEngine.add_request).parameters, *vars(GenerationConfig())}

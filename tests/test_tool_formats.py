@@ -252,6 +252,7 @@ CHANNELS: list[tuple[str, str, tuple[str, list[Any], str]]] = [
         ("I go.", [GO], ""),
     ),
     ("<|start|>assistant<|channel|>final<|message|>", "Yes.<|end|>", ("Yes.", [], "")),
+    ("<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>", "Hm", ("", [], "Hm")),
     ("<|start|>assistant", "Yes, <|message|> is a tag.", ("Yes, <|message|> is a tag.", [], "")),
     ("", "Plain <|channel|> text", ("Plain <|channel|> text", [], "")),
     (

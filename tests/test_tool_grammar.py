@@ -257,6 +257,7 @@ def test_strings_without_quotes_are_held_to_the_schema(
         ({"properties": {"a": {"type": "string"}}, "dependentRequired": {}}, "dependentRequired"),
         ({"properties": {"a": {}}, "required": ["b"]}, "'b', which is none of its properties"),
         ({"properties": {"a b": {"type": "string"}}}, "a b cannot be written"),
+        ({"properties": {"a": {}}, "required": 5}, "set.parameters is no JSON schema"),
     ],
 )
 def test_schemas_that_a_format_cannot_hold_are_refused(
@@ -265,7 +266,8 @@ def test_schemas_that_a_format_cannot_hold_are_refused(
     tools = [{"type": "function", "function": {"name": "set", "parameters": schema}}]
     with pytest.raises(Refused, match=f"tool_choice: .*{named}"):
         Grammar(nano, FAMILIES[family][0], tools)
-    assert Grammar(nano, FAMILIES["hermes"][0], tools)
+    if schema.get("required") != 5:
+        assert Grammar(nano, FAMILIES["hermes"][0], tools)
 
 
 def test_a_format_of_strings_is_refused_in_plain_text(nano: PreTrainedTokenizerBase) -> None:
@@ -288,3 +290,23 @@ def test_channels_are_forced_after_the_reasoning() -> None:
     assert not grammar.accepts("<|channel|>final<|message|>Yes.")
     assert not grammar.accepts(f"{call}<|call|><|start|>assistant{call}")
     assert message(HARMONY, ANALYSIS + call) == ("", [LOOK], "Hm, <b>.")
+
+
+def test_schemas_that_lead_to_themselves_are_refused_where_they_cannot_be_written(
+    nano: PreTrainedTokenizerBase,
+) -> None:
+    node = {"$ref": "#/$defs/n"}
+    parameters = {"properties": {"a": node}, "$defs": {"n": {"type": "object", "properties": {"b": node}}}}
+    tools = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
+    with pytest.raises(Refused, match="nested too deeply for the format gemma4"):
+        Grammar(nano, FAMILIES["gemma4"][0], tools)
+    text = '<tool_call>\n<function=set>\n<parameter=a>\n{"b": {"b": {}}}\n</parameter>\n</function>\n</tool_call>'
+    assert Grammar(nano, FAMILIES["qwen3_coder"][0], tools).accepts(text)
+    assert message(FAMILIES["qwen3_coder"][0], text, tools=tools)[1] == [("set", {"a": {"b": {"b": {}}}})]
+
+
+@pytest.mark.parametrize("schema", [{"enum": 5}, {"anyOf": 5}, {"allOf": 5}, {"type": 5}, 5, {"$ref": "#/x"}])
+def test_a_schema_that_is_none_does_not_keep_a_call_from_being_read(schema: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": schema}}}}]
+    text = "<tool_call><function=look><parameter=at>x</parameter></function></tool_call>"
+    assert message(FAMILIES["qwen3_coder"][0], text, tools=tools)[1] == [("look", {"at": "x"})]

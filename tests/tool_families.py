@@ -197,6 +197,14 @@ FAMILIES: dict[str, tuple[str, str]] = {
         "<function=name>{}</function>",
         f"<function=look>{JSON_LOOK}</function>\n<function=go>{{}}</function>",
     ),
+    "xlam_llama": (
+        '<|start_header_id|>ipython parameters. A single JSON array: [{"name": "f", "arguments": {}}]',
+        f"[{A_LOOK}, {A_GO}]",
+    ),
+    "muse": (
+        '<atem:function_calls>\n<atem:invoke name="$FUNCTION_NAME">',
+        f'<atem:function_calls>\n{invoked("atem:")}\n<atem:invoke name="go">\n</atem:invoke>\n</atem:function_calls>',
+    ),
     "xlam": ('a single JSON array: [{"name": "f", "arguments": {}}]', f"[{A_LOOK}, {A_GO}]"),
 }
 HARMONY = "<|start|><|channel|><|message|>"

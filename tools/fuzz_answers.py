@@ -115,8 +115,6 @@ def settings(pick: random.Random) -> dict[str, Any]:
     ):  # fmt: skip
         if pick.random() < 0.12:
             given[name] = value
-    if "skip_special_tokens" in given:  # with which the text would show the token that ends it
-        given.pop("include_stop_str_in_output", None)
     return given
 
 

@@ -200,7 +200,7 @@ class ContinuousEngine:
                 report.notes.append(WHOLE)
             return EngineRequest(request, seed, streamer, report)
 
-        with exclusive([self]), also_exclusive(parts_of([given])), defaults():
+        with exclusive([self]), also_exclusive(parts_of([given])), defaults(), named(kwargs, self.model):
             self._open()
             if kwargs.get("assistant_model") is not None:
                 raise Refused("assistant_model selects a drafter: give it as draft=")
@@ -208,8 +208,7 @@ class ContinuousEngine:
             self._check_first()
             kwargs = for_decode_loop(target.encoded(ids, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
-            with named(kwargs, self.model):
-                added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
+            added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
             self._waiting.append(added)
         return added
 

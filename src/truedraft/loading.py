@@ -79,7 +79,7 @@ def load(
         _check_generative(whole, config, reads_sources)
         _check_tokenizer(whole, source)
         side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **side, **options)
+        tokenizer = _padded(AutoTokenizer.from_pretrained(folder, **side, **options))
         stored = checkpoints.is_quantised(source, config)
         quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
         if quantised is not None:
@@ -91,20 +91,25 @@ def load(
         raise
     except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     model = model.to(device).eval()
     if kind_by(config.to_dict()) == "text":
-        ends.complete(model, tokenizer, config, every=isinstance(source, Path) and checkpoints.is_gguf(source))
-        if stored and not kinds.reads_sources(config):
-            from truedraft.runtime.checkpoints.sanity import check_predictions
-
-            check_predictions(model, tokenizer, whole)
+        every = isinstance(source, Path) and checkpoints.is_gguf(source)
+        _complete(model, tokenizer, config, every, whole if stored and not kinds.reads_sources(config) else None)
     if quantize is not None:
         from truedraft.runtime.quantize import quantize as quantized
 
         quantized(model, quantize)
     return model, tokenizer
+
+
+def _complete(model: Any, tokenizer: Any, config: Any, every: bool = False, checked: str | None = None) -> None:
+    """Give a model the ends of its texts, see `ends.complete`, and a decoder's quantised one a check of its
+    predictions, under the name `checked`."""
+    ends.complete(model, tokenizer, config, every)
+    if checked is not None:
+        from truedraft.runtime.checkpoints.sanity import check_predictions
+
+        check_predictions(model, tokenizer, checked)
 
 
 def _with_adapter(
@@ -122,7 +127,8 @@ def _with_adapter(
     model, tokenizer = load(base, dtype, None, f"{whole}: its base model", reads_sources)
     try:
         if _has_tokenizer(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config, padding_side=tokenizer.padding_side)
+            options: dict[str, Any] = dict(config=model.config, padding_side=tokenizer.padding_side)
+            tokenizer = _padded(AutoTokenizer.from_pretrained(folder, **options))
         wrapped: Any = PeftModel.from_pretrained(model, str(folder)).eval()
         layered = unwrapped(wrapped)
         plain = not any(hasattr(parameter, "qdata") for parameter in model.parameters())
@@ -133,12 +139,17 @@ def _with_adapter(
         raise _unloadable(name, argument, folder, e) from e
     with contextlib.suppress(OSError):  # it has none
         made.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     ends.complete(made, tokenizer, made.config)
     if quantize is not None:
         quantized(made, quantize)
     return made, tokenizer
+
+
+def _padded(tokenizer: Any) -> Any:
+    """A tokenizer that pads with its end token where it has no other."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _base_of(folder: Path, name: str, argument: str) -> str:

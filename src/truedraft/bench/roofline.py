@@ -25,7 +25,7 @@ from truedraft.targets._base import Target
 from truedraft.tree import DraftTree, Prompt
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-STEPS = 1 << 20  # of multiply-adds in a sample
+STEPS, PIECES = 1 << 20, 16  # of multiply-adds in a sample, and its pieces
 ROWS, COLUMNS = 16, 1024  # of what is read; rows are a multiple
 READ = 256 << 20  # bytes that a sample of the bandwidth reads, at least; 4 GB on a GPU
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -86,21 +86,19 @@ class Gauge:
         self._multiplying.clear()
 
     def sample(self) -> None:
-        for read in self._readers:
-            self._reading.append(self._times * self._bytes / timed(lambda read=read: self._repeat(read)))  # type: ignore
-        start = time.perf_counter()
-        operations = self._multiply()
-        self._multiplying.append(operations / (time.perf_counter() - start))
-
-    def _repeat(self, read: Callable[[], object]) -> None:
-        for _ in range(self._times):
-            read()
-        self._settle()
+        """Read and multiply for some milliseconds, in pieces as short as passes are: other work on the machine spoils
+        a long one, whose rate would be no limit."""
+        for read in self._readers * self._times:
+            self._reading.append(self._bytes / timed(lambda read=read: (read(), self._settle())))  # type: ignore
+        for _ in range(PIECES):
+            start = time.perf_counter()
+            operations = self._multiply()
+            self._multiplying.append(operations / (time.perf_counter() - start))
 
     def _multiply(self) -> int:
-        """Multiply for some milliseconds; the operations done."""
+        """Multiply for less than a millisecond; the operations done."""
         if self._library is not None:
-            return self._library.truedraft_multiply(self._form, STEPS, torch.get_num_threads())
+            return self._library.truedraft_multiply(self._form, STEPS // PIECES, torch.get_num_threads())
         self._square @ self._square
         self._settle()
         return 2 * len(self._square) ** 3

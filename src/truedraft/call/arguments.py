@@ -33,10 +33,9 @@ ARGUMENTS = {
     "position_ids": "positions follow from the attention mask",
     "synced_gpus": "one process decodes one batch",
 }
-ONE_BEAM = "model.generation_config.num_beams = 1"
 # Settings that the engine does not support: the neutral value, and the reason.
 SETTINGS = {
-    "num_beams": (1, f"beam search is not supported; num_beams=1 searches greedily, and {ONE_BEAM} does so for good"),
+    "num_beams": (1, "beam search is not supported; num_beams=1 searches greedily"),
     "num_beam_groups": (1, "group beam search is not supported"),
     "penalty_alpha": (None, "contrastive search is not supported"),
     "dola_layers": (None, "DoLa decoding is not supported"),
@@ -94,8 +93,11 @@ def note_beams(model: PreTrainedModel) -> None:
     """Warns with a Note where a model's generation config searches with beams, as many translation models do."""
     beams = getattr(getattr(model, "generation_config", None), "num_beams", None) or 1
     if beams != 1:
-        text = f"its generation config has num_beams={beams}, and beam search is not supported: {ONE_BEAM} sets greedy "
-        warnings.warn(f"{type(model).__name__}: {text}search for good, num_beams=1 for a call", Note, stacklevel=3)
+        text = (
+            f"its generation config has num_beams={beams}, and beam search is not supported: "
+            "model.generation_config.num_beams = 1 sets greedy search for good, num_beams=1 for a call"
+        )
+        warnings.warn(f"{type(model).__name__}: {text}", Note, stacklevel=3)
 
 
 def _check_neutral(values: Mapping[str, Any]) -> None:

@@ -63,8 +63,9 @@ def named(kwargs: Mapping[str, Any], model: Any) -> Iterator[None]:
         raise
     except (TypeError, ValueError) as error:
         modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-        within = dropwhile(lambda name: not name.startswith("transformers"), modules)
-        if any(name.startswith("truedraft") for name in within) or (reason := _misfit(kwargs, model)) is None:
+        within = [*dropwhile(lambda name: not name.startswith("transformers"), modules)]
+        others = not within or any(name.startswith("truedraft") for name in within)
+        if others or (reason := _misfit(kwargs, model)) is None:
             raise
         raise Refused(reason) from error
 
@@ -76,7 +77,7 @@ def _misfit(kwargs: Mapping[str, Any], model: Any) -> str | None:
         kind: type = int if name in WHOLE else float
         if value is None or type(value) is kind or isinstance(value, list):
             continue
-        if name in (*LENGTHS, *FRACTIONS) and isinstance(value, Real) and not value > 0:
+        if name in (*LENGTHS, *FRACTIONS) and isinstance(value, Real) and not float(value) > 0:
             continue  # it is refused for what it is, of whatever type
         given = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
         fits = given and (kind is float or value == int(value))

@@ -46,6 +46,7 @@ AsJson = Annotated[bool, Option("--json", help="One JSON object on standard outp
 
 
 FIELD_OPTIONS = {"eos_token_id": "--eos", "stop_strings": "--stop", "do_sample": "--sample"}
+ARGUMENT_OPTIONS = FIELD_OPTIONS | {"view": "--lossy"}  # where a command has no option of the argument's own name
 METHODS = ("control", "draft", "rule", "ties", "view")  # arguments whose names are words of the language too
 
 
@@ -75,7 +76,7 @@ def as_options(message: str, options: Mapping[str, str]) -> str:
 
     options: names of arguments -> the options of the command.
     """
-    known = {**options, **{field: option for field, option in FIELD_OPTIONS.items() if option in options.values()}}
+    known = {field: option for field, option in ARGUMENT_OPTIONS.items() if option in options.values()} | {**options}
     for name, option in known.items():
         if "_" in name or name in METHODS:
             start = rf"(?<![\w.:,('\"-]){name}"

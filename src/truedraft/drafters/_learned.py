@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft.errors import Refused, why
 from truedraft.identity import Identity
+from truedraft.runtime.finite import check_finite
 from truedraft.runtime.identity import identity_of
 from truedraft.stores import _file as file
 from truedraft.stores.corpus import fingerprint as tokens_of
@@ -134,10 +135,12 @@ class Learner(ABC):
             A sentence on the target that it was trained for; empty where that is this one.
 
         Raises:
-            Refused: it is damaged, was trained for a target of other sizes or tokens, or with other knobs.
+            Refused: it is damaged, has weights that are no finite numbers, was trained for a target of other sizes or
+                tokens, or with other knobs.
         """
         config, weights = read_learnt(folder, self.name, model, self.tokenizer)
         self.resume(config, weights)
+        check_finite(self.name, folder, self.module)
         return other_weights(config, self.name, folder, model, self.tokenizer)
 
     def parameter_groups(self) -> ParameterGroups:

@@ -72,7 +72,10 @@ class Constraint(RowwiseProcessor):
         """(V,) scores after the tokens of an output."""
         if not self._ends.isdisjoint(output) or (mask := self._mask(output)) is None:
             return scores
-        excluded = ~self._with_stops(_bits(mask, len(scores))).to(scores.device)
+        allowed = self._with_stops(_bits(mask, len(scores)))
+        if not allowed.any():  # what the grammar demands has no tokens
+            return scores
+        excluded = ~allowed.to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
             self.overridden.add(tuple(output))
@@ -166,7 +169,10 @@ class Enforced(RowwiseCriterion):
                     "tokens here: lower min_tokens, or leave the constraint out"
                 )
         elif self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
-            raise Refused("the constraint could not be followed any further: simplify it, or leave it out")
+            raise Refused(
+                "the constraint demands a text that cannot be followed here, or that no tokens of this model stand for: "
+                "simplify it"
+            )
         elif self._text is not None:
             self._whole += self._text.feed([token])
             if self._text.found is not None and not self._allows(self._whole):

@@ -294,10 +294,9 @@ class GenerationBody(Body):
             if value not in (None, "", [], {}, *DEFAULTS.get(name, ())) and name not in cls.model_fields:
                 raise ApiError(400, f"{name} is not supported: {remedy}", name, UNSUPPORTED)
         chat = "messages" in cls.model_fields
-        idle = {*NO_EFFECT, *REFUSED} | {
-            name for name, value in named.items() if asks_nothing(name, value, named, chat)
-        }
-        found = {name: value for name, value in named.items() if name in cls.model_fields or name not in idle}
+        found = {name: value for name, value in named.items() if name in cls.model_fields}
+        others = named.keys() - found.keys() - NO_EFFECT.keys() - REFUSED.keys()
+        found |= {name: named[name] for name in others if not asks_nothing(name, named[name], named, chat)}
         if found.get("logprobs") is False:
             found = _without(found, "logprobs")
         return _without(found, "seed") if found.get("seed") == RANDOM else found

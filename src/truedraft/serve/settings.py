@@ -292,6 +292,9 @@ def _constrain(
     if not model.end_ids:
         reason = f"{param}: this model has no end-of-text token, with which a constrained text ends: leave it out"
         raise ApiError(400, reason, param, "unsupported_parameter")
+    if body.include_stop_str_in_output and (body.stop_token_ids or body.skip_special_tokens is False):
+        reason = f"include_stop_str_in_output=true shows the token that ends a text, which {param} does not allow"
+        raise ApiError(400, f"{reason}: leave one out", "include_stop_str_in_output")
     prompt, stops = len(ids), body.stop_token_ids or ()
     text = shown.text(ids) if shown.stop else None
     try:

@@ -116,7 +116,7 @@ def read(path: str | PathLike[str], kind: str, version: int, maker: str) -> Read
                 other = f", but a {found.removeprefix(OWN)}" if found.startswith(OWN) else ""
                 raise Refused(f"{file_is} is no {kind}{other}: leave it as it is, and build one with `{maker}`")
             if metadata["version"] != str(version):
-                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build another")
+                raise Refused(f"{file_is} has version {metadata['version']}, not {version}: build it anew")
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         expected = json.loads(metadata["checksums"])
         wrong = set(expected.items()) ^ set(_checksums(arrays, metadata["config"]).items())

@@ -85,6 +85,11 @@ def parser_for(
     return TagParser.for_template(template, schemas_of(tools), prompt)
 
 
+def ended(prompt: str, opening: str, closing: str) -> bool:
+    """Whether a prompt has ended the reasoning that it has begun, as templates do for a model that is not to reason."""
+    return re.search(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$", prompt) is not None
+
+
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """The schemas of the parameters of tools in OpenAI's form, by name."""
     functions = [tool["function"] for tool in tools]
@@ -139,7 +144,7 @@ class TagParser:
         cls, template: str, names: Collection[str] | Schemas, prompt: str = ""
     ) -> TagParser | ChannelParser | None:
         """A parser for a chat template; None where its format is unknown and it has no reasoning."""
-        form, thinks = format_of(template), THINK[1] in template
+        form, thinks = format_of(template), THINK[1] in template and not ended(prompt, *THINK)
         if form is HARMONY:
             return ChannelParser(names, prompt)
         form = form if names else None
@@ -327,7 +332,8 @@ class ChannelParser:
         self._ended: set[str] = set()  # fields that have the text of an earlier message
         self._made: list[dict[str, Any]] = []
         _, begun, header = prompt.rpartition(CHANNELS[0])
-        self._begun = header if begun and not ENDED.search(header) else ""  # of the header, by the prompt
+        has_ended = any(tag in header for tag in CHANNELS[3:])
+        self._begun = header if begun and not has_ended else ""  # of the header, by the prompt
         if HEADER.search(self._begun):  # the prompt has begun the text, too
             self._begin(self._begun)
 

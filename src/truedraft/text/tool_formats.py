@@ -159,6 +159,11 @@ FORMATS = (
         after="\n</minimax:tool_call>", call='<invoke name="‹name›">\n‹parameters›</invoke>',
         parameter='<parameter name="‹key›">‹value›</parameter>\n',
     ),
+    _invoke_tags(
+        "muse", ("<atem:function_calls>",), "</atem:function_calls>", "atem:", before="<atem:function_calls>\n",
+        after="\n</atem:function_calls>", call='<atem:invoke name="‹name›">\n‹parameters›</atem:invoke>',
+        parameter='<atem:parameter name="‹key›">‹value›</atem:parameter>\n',
+    ),
     Format(
         "hunyuan_v3", (("<tool_calls>", "<arg_key>"),), ("<tool_calls>",), "</tool_calls>", (PAIRS,),
         before="<tool_calls>\n", after="\n</tool_calls>", call="<tool_call>‹name›<tool_sep>\n‹parameters›</tool_call>",
@@ -279,10 +284,10 @@ FORMATS = (
         before="[", after="]", **PYTHON, **LISTED,
     ),
     Format("tool_code", (("tool_code",),), ("```tool_code",), before="```tool_code\n", after="\n```", **PYTHON),
-    LLAMA,
     Format(
         "json_list", (('[{"name":',), ('[{\\"name\\":',)), bare=("[", "{"), before="[", after="]", **LISTED,
     ),
+    LLAMA,
 )  # fmt: skip
 
 

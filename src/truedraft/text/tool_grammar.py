@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
 from truedraft.text.templates import template_of
-from truedraft.text.tool_calls import REASONING, THINK, Format, format_of
+from truedraft.text.tool_calls import REASONING, THINK, Format, ended, format_of
 from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
@@ -28,6 +28,7 @@ PLACE = re.compile(r"‹(\w+)›")
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}  # keywords that demand nothing
 OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 OF_STRINGS = NOTES | {"type", "minLength", "maxLength", "pattern"}
+DEEPEST = 80  # characters of the name of a rule, which grows with each level
 
 
 def call_grammar(
@@ -175,7 +176,7 @@ class _Grammar:
 
     def reasoning(self, prompt: str, opening: str, closing: str) -> str:
         """What may come before an answer, or must if the prompt has begun it; nothing if the prompt has ended it."""
-        if re.search(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$", prompt):
+        if ended(prompt, opening, closing):
             return ""
         end = self.text(closing)
         attribute = "[lazy]" if end.startswith('"') else ""  # up to the first closing tag, which the text may contain
@@ -185,7 +186,10 @@ class _Grammar:
 
     def call(self, number: int, function: Mapping[str, Any]) -> str:
         """The rule of calls of one tool; its schema is a root of its own, so that references within it hold."""
-        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        given = function.get("parameters") or NO_PARAMETERS
+        if not isinstance(given, dict):
+            raise Refused(f"tool_choice: the parameters of {function['name']!r} are no JSON schema: give an object")
+        schema = {"type": "object", **given}
         name, rule = function["name"], f"call_{number}"
         places = {"name": _quoted(name, escaped=True), "number": "/[0-9]{1,3}/"}
         if "‹parameters›" in self.form.call:
@@ -210,8 +214,10 @@ class _Parameters:
     def __init__(self, grammar: _Grammar, schema: Mapping[str, Any], root: Mapping[str, Any], place: str, prefix: str):
         self.grammar, self.form, self.root, self.place, self.prefix = grammar, grammar.form, root, place, prefix
         self._only(schema, OF_OBJECTS, place)
-        self.properties: dict[str, Any] = schema.get("properties") or {}
-        self.required = {*schema.get("required", ())}
+        self.properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(self.properties, dict) or not isinstance(required, list):
+            raise Refused(f"tool_choice: {place} is no JSON schema: give properties as an object, required as a list")
+        self.required = {str(key) for key in required}
         if unknown := sorted(self.required - self.properties.keys()):
             raise Refused(
                 f"tool_choice: {place} requires {unknown[0]!r}, which is none of its properties: add it there"
@@ -288,6 +294,8 @@ class _Parameters:
 
     def _nested(self, schema: Mapping[str, Any], place: str, name: str) -> str:
         """An object or a list in a format with its own quotes."""
+        if len(name) > DEEPEST:
+            raise Refused(f"tool_choice: {self.place} is nested too deeply for the format {self.form.name}: use 'auto'")
         if types_of(schema, self.root) == {"object"}:
             inner = _Parameters(self.grammar, schema, self.root, place, f"{name}_p").rule()
             return f'"{{" {inner} "}}"'

@@ -216,7 +216,7 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         plain = text.strip()
         if "null" in allowed and plain in ("null", "None"):
             return None
-        return plain if plain in schema.get("enum", ()) else text
+        return plain if plain in _list(schema.get("enum")) else text
     try:
         ((value, _),) = Reader(f"[{text}]").values()
     except ValueError:
@@ -245,13 +245,12 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str] |
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         return {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        return {kind_of(value) for value in schema.get("enum", [schema.get("const")])}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            found = [types_of(one, root, depth - 1) for one in schema[key]]
-            return None if None in found else set().union(*(kinds or () for kinds in found))
-    parts = [types_of(one, root, depth - 1) for one in schema.get("allOf", ())]
+    if values := _list(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
+        return {kind_of(value) for value in values}
+    if several := _list(schema.get("anyOf")) or _list(schema.get("oneOf")):
+        found = [types_of(one, root, depth - 1) for one in several]
+        return None if None in found else set().union(*(kinds or () for kinds in found))
+    parts = [types_of(one, root, depth - 1) for one in _list(schema.get("allOf"))]
     return next((kinds for kinds in parts if kinds is not None), None)
 
 
@@ -259,6 +258,10 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The properties that a schema names, none where it has no table of them."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def kind_of(value: Any) -> str:
