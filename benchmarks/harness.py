@@ -6,8 +6,8 @@ PATH is the interpreter of an environment of its own (`pip install lm_eval[api,h
 its model `local-completions` over the server and with `hf` over `transformers`, both in fp32. There are three small
 tasks, made of a text (`--text`; by default the embedded stories): which of four phrases follows (loglikelihood), how
 likely each story is (loglikelihood_rolling), and what follows up to the next full stop (generate_until). Each answer is
-compared, not only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text but for white
-space at its ends, since `hf` decodes new tokens alone, which with some tokenizers loses the space before them.
+compared, not only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text but for
+white space at its ends, since `hf` decodes new tokens alone, which with some tokenizers loses the space before them.
 """
 
 from __future__ import annotations
