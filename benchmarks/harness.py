@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 import truedraft
 from loadclient import process
 from truedraft.assets import prompt
@@ -133,6 +135,12 @@ def differences(served: dict[str, Any], reference: dict[str, Any]) -> dict[str, 
     return found
 
 
+def begins(path: Path) -> bool:
+    """Whether the tokenizer of a model puts a token before a text: `hf` would put one there for any tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return len(tokenizer("a").input_ids) > len(tokenizer("a", add_special_tokens=False).input_ids)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="lm-eval over the server and over transformers")
     parser.add_argument("--python", required=True, help="interpreter of an environment with lm-eval")
@@ -144,7 +152,7 @@ def main() -> None:
     path = EMBEDDED / args.model if (EMBEDDED / args.model).is_dir() else Path(args.model).resolve()
     command = [sys.executable, "-m", "truedraft", "serve", str(path), "--port", str(args.port)]
     command += ["--served-model-name", "served", "--log-level", "warning", "--dtype", "float32"]
-    tokens = f"add_bos_token=True,max_length={CONTEXT}"
+    tokens = f"add_bos_token={begins(path)},max_length={CONTEXT}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder, args.text.read_text() if args.text else prompt("stories.txt"))

@@ -99,7 +99,7 @@ ALLOWED = {
     "engine": {"tree", "chains", "request", "cohort", "stats", "accept", "drafters", "control", "targets"},
     "reading": {"tree", "request", "engine", "caches", "control", "targets", "runtime"},
     "cohort": {"tree", "request", "drafters"},
-    "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters"},
+    "request": {"tree", "chance", "sampling", "stopping", "stats", "accept", "drafters", "logprobs"},
     "tree": {"tree_shape"},
     "tree_shape": set(),
     "chance": {"tree", "errors", "stores"},

@@ -163,14 +163,7 @@ class ContinuousEngine:
             Refused: a setting that cannot be honoured exactly, a prompt of several rows, prompt and output longer than
                 `max_tokens`, or a source for which there is no memory (`NoRoom`).
         """
-        ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
-        if isinstance(ids, Tensor) and len(ids) != 1:
-            raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
-        if prompt_logprobs is not None and self._target.granularity is None:
-            raise Refused(
-                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities "
-                "of its tokens: leave it out"
-            )
+        ids = self._one_row(input_ids, prompt_logprobs)
         seed = int(torch.randint(2**62, (1,))) if seed is None else seed
         call = Call(
             references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
@@ -211,6 +204,22 @@ class ContinuousEngine:
             added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
             self._waiting.append(added)
         return added
+
+    def _one_row(self, input_ids: Any, prompt_logprobs: int | None) -> Any:
+        """The prompt as a batch of one row.
+
+        Raises:
+            Refused: it has several rows, or no log-probabilities.
+        """
+        ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
+        if isinstance(ids, Tensor) and len(ids) != 1:
+            raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
+        if prompt_logprobs is not None and self._target.granularity is None:
+            raise Refused(
+                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without "
+                "probabilities of its tokens: leave it out"
+            )
+        return ids
 
     @torch.no_grad()
     def step(self) -> list[EngineRequest]:
