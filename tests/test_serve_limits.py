@@ -84,7 +84,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         ({"prompt": P, "n": 0}, 400, "n"),
         ({"prompt": P, "n": True}, 400, "n"),
         ({"prompt": P, "max_tokens": 5000}, 400, "max_tokens"),
-        ({"prompt": P, "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": P, "max_tokens": -2}, 400, "max_tokens"),
         ({"prompt": P, "repetition_penalty": 1e-45}, 400, "repetition_penalty"),
         ({"prompt": P, "temperature": -1}, 400, "temperature"),
         ({"prompt": P, "temperature": 1e-9}, 400, "temperature"),

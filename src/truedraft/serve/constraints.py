@@ -170,8 +170,8 @@ class Enforced(RowwiseCriterion):
                 )
         elif self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
             raise Refused(
-                "the constraint demands a text that cannot be followed here, or that no tokens of this model stand for: "
-                "simplify it"
+                "the constraint demands a text that cannot be followed here, or that no tokens of this model stand "
+                "for: simplify it"
             )
         elif self._text is not None:
             self._whole += self._text.feed([token])
