@@ -6,7 +6,8 @@ PATH is the interpreter of an environment of its own (`pip install lm_eval[api,h
 its model `local-completions` over the server and with `hf` over `transformers`, both in fp32. There are three small
 tasks, made of a text (`--text`; by default the embedded stories): which of four phrases follows (loglikelihood), how
 likely each story is (loglikelihood_rolling), and what follows up to the next full stop (generate_until). Each answer is
-compared, not only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text.
+compared, not only the means: log-likelihoods within 0.001, whether they are greedy, and the generated text but for
+white space at its ends, since `hf` decodes new tokens alone, which with some tokenizers loses the space before them.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _number(value: str) -> tuple[float, str]:
     try:
         return float(value), ""
     except ValueError:
-        return 0.0, value
+        return 0.0, value.strip()
 
 
 def differences(served: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def main() -> None:
         folder = Path(name)
         write_tasks(folder, args.text.read_text() if args.text else prompt("stories.txt"))
         reference = evaluated(args.python, folder, "hf", f"pretrained={path},dtype=float32,{tokens}")
-        with process(command, args.port):
+        with process(command, args.port, seconds=600):
             url = f"base_url=http://127.0.0.1:{args.port}/v1/completions"
             given = f"{url},model=served,tokenizer={path},tokenizer_backend=huggingface,num_concurrent=4,{tokens}"
             served = evaluated(args.python, folder, "local-completions", given)

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens in a running engine, against plain forwards over the finished text."""
+"""Log-probabilities of emitted tokens and of prompts in a running engine, against plain forwards over the text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
+import seq2seq_models
 import truedraft
 from drafters_for_tests import Oracle
 from models import V, ragged, tiny
+from truedraft import reading
 from truedraft.engine_request import EngineRequest
 from truedraft.logprobs import Logprobs, TokenLogprobs
 from truedraft.sampling import History, Laws
@@ -162,3 +164,57 @@ def test_invalid_counts_are_refused(count: Any) -> None:
         pytest.raises(truedraft.Refused, match="logprobs="),
     ):
         engine.add_request(prompts(1)[0], max_new_tokens=3, logprobs=count)
+
+
+# ---------------------------------------------------------------- of prompts
+
+READ = {"llama": "auto", "gpt2": "stock", "gemma2": "auto", "mixtral": "stock", "mamba2": "auto", "lfm2": "auto"}
+
+
+@pytest.mark.parametrize("architecture", READ)
+def test_log_probabilities_of_prompts_are_those_of_plain_forwards(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SCORED", 4 * V * 16)  # 16 positions of a piece, or one span
+    model = tiny(architecture, torch.float32)
+    texts = [torch.randint(6, V, (1, n), generator=torch.Generator().manual_seed(n)) for n in (2, 3, 41, 90, 17)]
+    fast = truedraft.accelerate(model, draft="prompt-lookup", runtime=READ[architecture])
+    with fast.engine(max_rows=3, max_tokens=120, prefix_bytes=1 << 20) as engine:
+        requests = [engine.add_request(ids, max_new_tokens=6, do_sample=False, prompt_logprobs=4) for ids in texts * 2]
+        others = [engine.add_request(ids, max_new_tokens=6, do_sample=False) for ids in texts]
+        while engine.has_unfinished_requests():
+            engine.step()
+    for request, other, ids in zip(requests, [*others, *others], texts * 2, strict=True):
+        found = request.prompt_logprobs
+        assert found is not None and [place.token for place in found] == ids[0, 1:].tolist()
+        for place, law in zip(found, plain(model, ids[:, :1], ids[0, 1:].tolist()), strict=True):
+            assert place.logprob == pytest.approx(float(law[place.token]), abs=2e-4)
+            assert [value for _, value in place.top] == pytest.approx(law.topk(4).values.tolist(), abs=2e-4)
+            assert abs(place.rank - 1 - int((law > law[place.token]).sum())) <= 1  # of two that are nearly equal
+        assert request.tokens == other.tokens and other.prompt_logprobs is None and request.cached_tokens == 0
+
+
+def test_one_token_has_no_log_probabilities_and_a_prompt_that_is_read_has_some() -> None:
+    with truedraft.accelerate(tiny("llama", torch.float32), draft=None).engine(max_rows=1, max_tokens=32) as engine:
+        request = engine.add_request(torch.tensor([[7]]), max_new_tokens=1, prompt_logprobs=2)
+        assert request.prompt_logprobs == []
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert request.prompt_logprobs == [] and len(request.tokens) == 1
+
+
+def test_log_probabilities_of_prompts_that_have_none_are_refused() -> None:
+    model = tiny("llama", torch.float32)
+    with truedraft.accelerate(model, draft=None).engine(max_rows=1, max_tokens=32) as engine:
+        for count in (-1, True, 2.5):
+            with pytest.raises(truedraft.Refused, match="prompt_logprobs="):
+                engine.add_request(prompts(1)[0], max_new_tokens=3, prompt_logprobs=count)  # type: ignore[arg-type]
+        embeds: Any = model.get_input_embeddings()(prompts(1)[0])
+        with pytest.raises(truedraft.Refused, match="embeddings"):
+            engine.add_request(None, inputs_embeds=embeds, max_new_tokens=3, prompt_logprobs=1)  # type: ignore[arg-type]
+    encoder_decoder = truedraft.accelerate(seq2seq_models.model(), draft=None)
+    with (
+        encoder_decoder.engine(max_rows=1, max_tokens=32) as engine,
+        pytest.raises(truedraft.Refused, match="encoder"),
+    ):
+        engine.add_request(torch.tensor([[5, 6, 7]]), max_new_tokens=3, prompt_logprobs=1)

@@ -96,6 +96,7 @@ def test_a_stream_has_the_tokens_as_they_become_known_and_ends_at_stop_strings(s
     "extra",
     [
         {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2}, {"logit_bias": {"5": 1}}, {"logprobs": 1},
+        {"logprobs": 0}, {"prompt_logprobs": 0},
         {"min_tokens": 3}, {"response_format": {"type": "json_object"}}, {"references": ["a text"]},
         {"structured_outputs": {"regex": "a+"}}, {"draft": "suffix"},
     ],

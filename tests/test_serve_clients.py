@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +107,57 @@ def test_openai_streams_several_choices(client: Any, given: dict[str, Any]) -> N
     assert texts == [choice.message.content for choice in whole.choices]
     for kinds in order:
         assert kinds[0] == "role" and kinds[-1] == "finish" and {*kinds[1:-1]} <= {"content"}
+
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {"messages": MESSAGES}),
+    "chat with tokens": ("chat/completions", {"messages": MESSAGES, "return_tokens": True, "logprobs": True}),
+    "several choices": ("chat/completions", {"messages": MESSAGES, "n": 3}),
+    "completion": ("completions", {"prompt": PROMPT}),
+    "several prompts": ("completions", {"prompt": [PROMPT, "a cat"], "echo": True, "logprobs": 1}),
+    "the prompt alone": ("completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0}),
+    "a stop string": ("completions", {"prompt": PROMPT, "stop": "e", "n": 2}),
+}
+OPTIONS: list[dict[str, bool]] = [
+    {}, {"include_usage": True}, {"continuous_usage_stats": True},
+    {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "none")
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_event_has_a_choice_but_for_a_usage_that_was_asked_for(
+    server: Running, name: str, options: dict[str, bool]
+) -> None:
+    path, given = REQUESTS[name]
+    body = {"model": "nano", "max_tokens": TOKENS, "temperature": 0, **given}
+    request = {**body, "stream": True, "stream_options": options} if options else {**body, "stream": True}
+    lines = [line for line in sent(server, path, request).splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    whole = json.loads(sent(server, path, body))
+    if options.get("include_usage"):
+        last = events.pop()
+        assert last["choices"] == [] and last["usage"] == whole["usage"] and "truedraft" not in last
+    assert all(len(event["choices"]) == 1 for event in events)
+    assert ["truedraft" in event for event in events] == [False] * (len(events) - 1) + [True]
+    assert (
+        events[-1]["choices"][0]["finish_reason"] and events[-1]["truedraft"]["tokens"] == whole["truedraft"]["tokens"]
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    if options.get("continuous_usage_stats"):
+        assert len(counts) == len(events) and counts == sorted(counts)
+        assert counts[-1] == whole["usage"]["completion_tokens"]
+    else:
+        assert counts == [] and all(("usage" in event) == bool(options) for event in events)
+
+
+def sent(server: Running, path: str, body: dict[str, Any]) -> str:
+    """The body of a response."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(response.read().decode())
 
 
 @pytest.mark.filterwarnings("default")  # of the client itself
