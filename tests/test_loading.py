@@ -7,6 +7,7 @@ import json
 import warnings
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import seq2seq_models
 import truedraft
 from models import tiny
+from served import generated, running
 from truedraft import Refused, assets
 from truedraft.cli import main
 from truedraft.errors import Note
@@ -189,3 +191,18 @@ def test_beams_of_a_generation_config_are_said_once_with_the_line_that_ends_them
         warnings.simplefilter("error")
         fast = truedraft.accelerate(model)
         assert torch.equal(fast.generate(ids, max_new_tokens=9, do_sample=False), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*num_beams=4")
+def test_a_server_decodes_greedily_where_the_checkpoint_has_beams() -> None:
+    """Its requests have no parameter for them."""
+    model, tokenizer = load("nano")
+    model.generation_config.num_beams = 4
+    fast = truedraft.accelerate(model, tokenizer)
+    given = dict(max_new_tokens=20, do_sample=False, num_beams=1)
+    (expected,) = generated(fast, "one day", **given)
+    with running(fast) as server:
+        body = json.dumps({"prompt": "one day", "max_tokens": 20, "temperature": 0}).encode()
+        request = Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
+        answer = json.loads(urlopen(request, timeout=60).read())
+    assert answer["choices"][0]["text"] == tokenizer.decode(expected, skip_special_tokens=True)

@@ -246,6 +246,7 @@ def test_the_vocabulary_is_read_once_for_the_same_strings(
     assert torch.equal(first, second) and len(made) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*num_beams=3")
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -33,9 +33,8 @@ class Constraint(RowwiseProcessor):
     """Sets the scores of tokens that a grammar does not allow next to -inf; ends of text are allowed if it may end.
 
     It has precedence over the processors before it: if these exclude all that the grammar allows, what it allows has
-    score 0, and the place is noted. After a draft that the grammar forbids, and after an end of text, scores stay as
-    they are; `Enforced` makes sure that neither is ever emitted. Text that the grammar forces is allowed in the
-    tokenizer's own tokens only.
+    score 0. After a draft that the grammar forbids, and after an end of text, scores stay as they are; `Enforced` makes
+    sure that neither is ever emitted. Text that the grammar forces is allowed in the tokenizer's own tokens only.
 
     Raises Refused, at a call, if the parser reaches one of its limits.
 
@@ -45,16 +44,12 @@ class Constraint(RowwiseProcessor):
         prompt: tokens of the prompt, padding included, which are not constrained.
         stops: further tokens that end this text, which are allowed if it may end, and nowhere else.
         size: tokens of the vocabulary; the parser may have more.
-
-    Attributes:
-        overridden: outputs after which the processors before it had excluded all that the grammar allows.
     """
 
     def __init__(self, matcher: Any, ends: frozenset[int], prompt: int, stops: Collection[int], size: int):
         self._start, self._ends, self._prompt, self._size = matcher, ends.union(stops), prompt, size
         self._stops, self._any_end = sorted(self._ends - ends), min(ends)
         self._matcher, self._consumed = matcher.deep_copy(), list[int]()
-        self.overridden: set[tuple[int, ...]] = set()
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         outputs = input_ids[:, self._prompt :].tolist()
@@ -78,7 +73,6 @@ class Constraint(RowwiseProcessor):
         excluded = ~allowed.to(scores.device)
         constrained = scores.masked_fill(excluded, -torch.inf)
         if constrained.max() == -torch.inf:
-            self.overridden.add(tuple(output))
             constrained = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
         return constrained
 
@@ -123,7 +117,7 @@ class Enforced(RowwiseCriterion):
         prompt: tokens of the prompt.
         least: tokens that the text must have before its end.
         text: reads the text up to a stop string; None if there are no stop strings.
-        overridden: of the processor.
+        banned: sequences of tokens that the text must not have.
         spelled: the tokens of a text.
     """
 
@@ -134,11 +128,12 @@ class Enforced(RowwiseCriterion):
         prompt: int,
         least: int = 0,
         text: OutputText | None = None,
-        overridden: Collection[tuple[int, ...]] = (),
+        banned: Sequence[Sequence[int]] = (),
         spelled: Callable[[str], list[int] | None] = lambda text: None,
     ):
         self._start, self._matcher, self._ends, self._prompt = matcher, matcher.deep_copy(), ends, prompt
-        self._least, self._text, self._overridden, self._spelled = least, text, overridden, spelled
+        self._least, self._text, self._spelled = least, text, spelled
+        self._banned = [list(tokens) for tokens in banned]
         self._read, self._whole = prompt, ""
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor, **kwargs: Any) -> BoolTensor:
@@ -151,11 +146,8 @@ class Enforced(RowwiseCriterion):
         for at in range(self._read - self._prompt, len(output)):
             self._read += 1
             self._add(output[at])
-            if self._overridden and tuple(output[:at]) in self._overridden:
-                raise Refused(
-                    "another parameter, such as bad_words or min_tokens, excludes all that the constraint allows at "
-                    "this point: leave one of them out"
-                )
+            if any(output[: at + 1][-len(tokens) :] == tokens for tokens in self._banned):
+                raise Refused("bad_words has a word that the constraint demands here: leave it or the constraint out")
         return tensor([False])  # type: ignore[return-value]
 
     def _add(self, token: int) -> None:
@@ -170,8 +162,8 @@ class Enforced(RowwiseCriterion):
                 )
         elif self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
             raise Refused(
-                "the constraint demands a text that cannot be followed here, or that no tokens of this model stand for: "
-                "simplify it"
+                "the constraint demands a text that cannot be followed here, or that no tokens of this model stand "
+                "for: simplify it"
             )
         elif self._text is not None:
             self._whole += self._text.feed([token])
@@ -247,14 +239,14 @@ class Constraints:
         stops: Collection[int] = (),
         least: int = 0,
         text: OutputText | None = None,
-        overridden: Collection[tuple[int, ...]] = (),
+        banned: Sequence[Sequence[int]] = (),
     ) -> Enforced:
         """The criterion that goes with the processor of the same arguments.
 
-        least, text, overridden: as in `Enforced`.
+        least, text, banned: as in `Enforced`.
         """
         matcher, ends = self._compile(kind, definition, around), self._ends.union(stops)
-        return Enforced(matcher, ends, prompt, least, text, overridden, self._texts.spelled)
+        return Enforced(matcher, ends, prompt, least, text, banned, self._texts.spelled)
 
     def _compile(self, kind: Kind, definition: Any, around: str | None) -> Any:
         text = self._text(kind, definition)

@@ -273,7 +273,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Natural | None = None
     structured_outputs: StructuredOutputs | None = None
     # of this server
     references: List[Reference] | None = None

@@ -113,7 +113,7 @@ def planned(
             if shown.stop:
                 criteria.append(model.stops(ids, shown))
             if constraint is not None:
-                constrained, enforced = _constrain(model, body, constraint, ids, shown)
+                constrained, enforced = _constrain(model, body, constraint, ids, shown, banned)
                 processors.append(constrained)
                 criteria.append(enforced)
             settings = shared | {"sequence": choice, "logits_processor": processors, "stopping_criteria": criteria}
@@ -280,7 +280,12 @@ def _processors(body: GenerationBody, prompt: int, banned: Sequence[Sequence[int
 
 
 def _constrain(
-    model: ServedModel, body: GenerationBody, constraint: Constraining, ids: Sequence[int], shown: Shown
+    model: ServedModel,
+    body: GenerationBody,
+    constraint: Constraining,
+    ids: Sequence[int],
+    shown: Shown,
+    banned: Sequence[Sequence[int]],
 ) -> tuple[Constraint, Enforced]:
     """The processor that constrains one row, and the criterion that fails it should that not hold.
 
@@ -300,7 +305,7 @@ def _constrain(
     try:
         constrained = model.constraints.processor(kind, definition, prompt, around, stops)
         enforced = model.constraints.enforced(
-            kind, definition, prompt, around, stops, body.min_tokens or 0, text, constrained.overridden
+            kind, definition, prompt, around, stops, body.min_tokens or 0, text, banned
         )
     except Refused as error:
         raise of_refusal(Refused(f"{param}: {error}"), param) from error

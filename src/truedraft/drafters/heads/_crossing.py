@@ -244,7 +244,7 @@ class CompiledCrossingPass(CompiledHeadPass):
 
     def attach(self, cache: RowCache | None) -> None:
         super().attach(cache)
-        self._seen: list[tuple[int, int]] = []  # where the operations read keys and values
+        self._seen, self._read = list[tuple[int, int]](), list[list[Tensor]]()  # what the operations point at
         if cache is None:
             return
         positions = torch.arange(cache.cursor.capacity)
@@ -266,8 +266,10 @@ class CompiledCrossingPass(CompiledHeadPass):
         bounds."""
         self._bounds = features.tolist()
         kept = [self.target.committed_kv(layer.index) for layer in self._head.sources]
+        dtype = self.model.dtype  # that of the target, so that nothing is copied
+        self._read = [[part.to(dtype).contiguous() for part in pair] for pair in kept]
         self._slots, _, self._places, _ = kept[0][0].shape
-        seen = [(keys.data_ptr(), values.data_ptr()) for keys, values in kept]
+        seen = [(keys.data_ptr(), values.data_ptr()) for keys, values in self._read]
         if seen == self._seen:
             return
         self._seen, self._variants = seen, {}
