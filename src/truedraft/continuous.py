@@ -205,6 +205,70 @@ class ContinuousEngine:
             self._waiting.append(added)
         return added
 
+    def _row(self, input_ids: Tensor, prompt_logprobs: int | None) -> Tensor:
+        """(1, length) the prompt of a request.
+
+        Raises:
+            Refused: it has several rows, or no log-probabilities though they are requested.
+        """
+        ids = input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
+        if isinstance(ids, Tensor) and len(ids) != 1:
+            raise Refused(f"input_ids has {len(ids)} rows: add a request for each")
+        if prompt_logprobs is not None and self._target.granularity is None:
+            raise Refused(
+                f"prompt_logprobs={prompt_logprobs}: the encoder of this model reads the prompt, without probabilities "
+                "of its tokens: leave it out"
+            )
+        return ids
+
+    def _one_row(self, input_ids: Any, prompt_logprobs: int | None) -> Any:
+        """The prompt as a batch of one row.
+
+        Raises:
+            Refused: it has several rows, or no log-probabilities.
+        """
+        ids = self._row(input_ids, prompt_logprobs)
+        seed = int(torch.randint(2**62, (1,))) if seed is None else seed
+        call = Call(
+            references=references, chance=noise_of(seed, sequence), namespace=namespace, streamer=streamer,
+            sources=sources_of(ids, kwargs), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
+        target, given = self._target, self._drafter_of(draft)
+
+        def prepare(
+            model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+            **inputs: Any,
+        ) -> EngineRequest:  # fmt: skip
+            check_settings(generation_config)
+            prepared = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+            if prepared.returns:
+                raise Refused("return_dict_in_generate: a request returns tokens alone; leave it out")
+            drafter = fitted(given, target, self.tokenizer)
+            verifier = rule_for(self._own_rule(rule), bool(generation_config.do_sample), drafter)
+            check_references(references, drafter, verifier)
+            if generation_config.prompt_lookup_num_tokens is not None:
+                raise Refused("prompt_lookup_num_tokens selects a drafter: give draft='prompt-lookup' instead")
+
+            check = partial(self._check, drafter.width + extra_probes(verifier, drafter.width))
+            request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
+            report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
+            report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
+            if self._reuses and (self._prefixes is None or not reuses(request)):
+                report.notes.append(WHOLE)
+            return EngineRequest(request, seed, streamer, report)
+
+        with exclusive([self]), also_exclusive(parts_of([given])), defaults(), named(kwargs, self.model):
+            self._open()
+            if kwargs.get("assistant_model") is not None:
+                raise Refused("assistant_model selects a drafter: give it as draft=")
+            check_arguments(target, ids, kwargs)
+            self._check_first()
+            kwargs = for_decode_loop(target.encoded(ids, kwargs), self.model, self.tokenizer)
+            generate: Any = self.model.generate
+            added: EngineRequest = generate(ids, custom_generate=prepare, streamer=streamer, **kwargs)
+            self._waiting.append(added)
+        return added
+
     def _one_row(self, input_ids: Any, prompt_logprobs: int | None) -> Any:
         """The prompt as a batch of one row.
 
