@@ -12,9 +12,8 @@ import random
 import re
 from collections.abc import Collection, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from tokenizers import normalizers, pre_tokenizers
 
@@ -28,19 +27,17 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 }
 UTF8 = [*range(0xC0), *range(0xC2, 0xF5)]  # the bytes that texts may have
 PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}  # what a sequence of them has in JSON
-SAMPLES, LENGTH = (
-    40,
-    12,
-)  # texts of random tokens on which concatenated bytes are compared with the tokenizer's decoding
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, TokenText] = WeakKeyDictionary()
+SAMPLES, LENGTH = 40, 12  # texts of random tokens whose concatenated bytes are compared with the tokenizer's decoding
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase) -> TokenText:
-    """The texts of a tokenizer's tokens; made once for each tokenizer, and again after tokens were added to it."""
-    found = _known.get(tokenizer)
-    if found is None or found.size != len(tokenizer):
-        found = _known[tokenizer] = TokenText(tokenizer)
-    return found
+    """The texts of a tokenizer's tokens; kept for a few tokenizers, and read again after tokens were added to one."""
+    return _texts_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _texts_of(tokenizer: PreTrainedTokenizerBase, size: int) -> TokenText:
+    return TokenText(tokenizer)
 
 
 class TokenText:
