@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -114,7 +115,26 @@ def markers(tokenizer: PreTrainedTokenizerBase, with_tools: bool = True) -> froz
     return frozenset(token for token in tokenizer.all_special_tokens if token in written)
 
 
-class TagParser:
+class _Buffered(ABC):
+    """A parser that reads what it can of a buffer."""
+
+    _buffer = ""
+
+    def feed(self, text: str) -> Delta:
+        """What a further piece of the answer completes."""
+        self._buffer += text
+        return self._advance(final=False)
+
+    def finish(self) -> Delta:
+        """What was held back, at the end of the answer."""
+        return self._advance(final=True)
+
+    @abstractmethod
+    def _advance(self, final: bool) -> Delta:
+        """What the buffer completes; at the end all of it."""
+
+
+class TagParser(_Buffered):
     """Calls of a `Format`, and reasoning between tags.
 
     Args:
@@ -155,15 +175,6 @@ class TagParser:
     @property
     def in_reasoning(self) -> bool:
         return self._read == self._read_reasoning
-
-    def feed(self, text: str) -> Delta:
-        """What a further piece of the answer completes."""
-        self._buffer += text
-        return self._advance(final=False)
-
-    def finish(self) -> Delta:
-        """What was held back, at the end of the answer."""
-        return self._advance(final=True)
 
     def _advance(self, final: bool) -> Delta:
         while True:
@@ -315,7 +326,7 @@ class _Block:
     has_calls: bool = False
 
 
-class ChannelParser:
+class ChannelParser(_Buffered):
     """Messages in channels, as gpt-oss writes them: reasoning in `analysis`, calls to a recipient, content in others.
 
     Args:
@@ -340,15 +351,6 @@ class ChannelParser:
     @property
     def in_reasoning(self) -> bool:
         return not self._in_header and self._field == "reasoning"
-
-    def feed(self, text: str) -> Delta:
-        """What a further piece of the answer completes."""
-        self._buffer += text
-        return self._advance(final=False)
-
-    def finish(self) -> Delta:
-        """What was held back, at the end of the answer."""
-        return self._advance(final=True)
 
     def _advance(self, final: bool) -> Delta:
         while self._read_header(final) if self._in_header else self._read_message(final):
