@@ -86,6 +86,8 @@ def train(name: str, lines: list[dict[str, str]], run: Path, steps: int, batch: 
 def shape_of(knobs: str) -> str:
     """What a draft looks like, in words."""
     given = dict(part.split("=") for part in knobs.split(",") if part)
+    if given.get("nodes") == "1":
+        return "a token"
     if given.get("top_k") == "1":
         return f"chain of {given['depth' if 'depth' in given else 'nodes']}"
     return f"tree of {given['nodes']}" if given else "its tree"
