@@ -278,6 +278,8 @@ def test_a_prompt_alone_is_read_and_nothing_is_generated(nano: Running) -> None:
         assert values[1:] == pytest.approx(expected.tolist(), abs=2e-4) and len(values) == len(ids)
     (event, end) = posted(nano, "/v1/completions", prompt="x", echo=True, max_tokens=0, logprobs=0, stream=True)
     assert event["choices"][0]["text"] == "x" and end["choices"][0]["finish_reason"] == "length"
+    longest = [70] * nano.server.model.max_model_len
+    assert len(posted(nano, "/v1/completions", prompt=longest, max_tokens=0)["choices"]) == 1
     nothing = posted(nano, "/v1/completions", prompt="x", max_tokens=0)["choices"][0]
     assert nothing["text"] == "" and nothing["finish_reason"] == "length"
 

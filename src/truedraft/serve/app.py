@@ -87,8 +87,9 @@ class Server:
 
     def _engine(self) -> Any:
         config = self.config
+        longest = self.model.max_model_len + self.model.scores_prompts  # what follows a prompt read alone is dropped
         return self.model.fast.engine(
-            config.max_rows, self.model.max_model_len, config.piece_seconds, config.prefix_bytes, config.share_prefixes
+            config.max_rows, longest, config.piece_seconds, config.prefix_bytes, config.share_prefixes
         )
 
     @property

@@ -42,6 +42,10 @@ class ServedCanvas(ServedModel):
                 raise Refused(f"{name}={value!r} is for autoregressive models: leave it out for a diffusion model")
         super().__init__(fast, config)
 
+    @property
+    def scores_prompts(self) -> bool:
+        return False
+
     def _loaded(self, name: str) -> Any:
         return None if name == "none" else "default"
 
