@@ -83,7 +83,10 @@ def test_views_generate_with_attention_to_the_whole_canvas(view: str, capsys: py
         (["generate", "nano-diffusion", "x", "--view", "lossy/dual-cache"], "--attention whole"),
         (["bench", "nano-diffusion", "--lossy", "lossy/d2cache"], "--attention whole"),
         (["bench", "nano-diffusion", *WHOLE, "--lossy", "lossy/int8-self"], "int8-self"),
-        (["bench", "--replay", "x.jsonl", "--tokenizer", "nano", *WHOLE], "--attention has no meaning beside --replay"),
+        (
+            ["bench", "--replay", "x.jsonl", "--tokenizer", "nano", *WHOLE],
+            "--attention has no meaning together with --replay",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(

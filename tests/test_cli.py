@@ -257,7 +257,7 @@ def refused(capsys, *args: str) -> str:
         (["x", "--json", "--json"], "--json was given 2 times"),
         (["x", "--draft", "none", "--draft", "auto"], "--draft was given 2 times"),
         (["x", "--sample", "--greedy"], "was given 2 times"),
-        (["x", "--draft", "none:length=3"], "'none' has no knobs"),
+        (["x", "--draft", "none:length=3"], "--draft none has no knobs"),
         (["x", "--draft", "suffix+"], "no drafter on one side of '+'"),
         (["x", "--draft", "suffix+non"], "'none'"),
         (["x", "--prompts", "nowhere.jsonl"], "--prompts and PROMPT were both given"),

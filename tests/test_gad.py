@@ -190,7 +190,7 @@ def test_training_begins_anew_from_a_checkpoint(toy: Any, checkpoint: Path, tmp_
     """From weights alone, without the state of their run."""
     shutil.copy(checkpoint / WEIGHTS, tmp_path)
     shutil.copytree(checkpoint / "responses", tmp_path / "responses")
-    with pytest.raises(Refused, match="go on from it with --resume"):
+    with pytest.raises(Refused, match="it was not trained there, so give another folder"):
         train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=1))
     before = (tmp_path / WEIGHTS).read_bytes()
     figures = train_drafter(learner(), *toy, lines(400), tmp_path, Plan(steps=3, lr=5.0, warmup=1), resume=True)

@@ -31,6 +31,7 @@ OF_THE_WHOLE = {
     "width",
     "propose",
     "own_tokens",
+    "target_tokenizer",
 }
 PUBLIC = {name for name in {*vars(Drafter), *Drafter.__annotations__} if not name.startswith("_")}
 

@@ -217,7 +217,7 @@ def test_costs_are_those_of_the_view() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (dict(view="skip-layers"), r"choose it with view='lossy/skip-layers', or let it draft .* draft='skip-layers'"),
+        (dict(view="skip-layers"), r"choose it with --view lossy/skip-layers, or let it draft .* draft='skip-layers'"),
         (dict(view="lossy/skip-layer"), "there is no view 'skip-layer': did you mean 'skip-layers'"),
         (dict(view="lossy/skip-layers:depth=4"), "depth is a knob of drafts"),
         (dict(view="lossy/skip-layers:layers=9"), "9"),
@@ -323,6 +323,6 @@ def test_commands_generate_under_a_view(capsys: pytest.CaptureFixture[str]) -> N
     assert main(command) == 0
     assert lossy["guarantee"] == "none" and json.loads(capsys.readouterr().out)["token_ids"] != lossy["token_ids"]
     assert main([*command, "--view", "skip-layers"]) == 2
-    assert "choose it with view='lossy/skip-layers'" in capsys.readouterr().err
+    assert "choose it with --view lossy/skip-layers" in capsys.readouterr().err
     assert main(["serve", "nano", "--view", "lossy/skip-layer", "--check"]) == 2
     assert "did you mean 'skip-layers'" in capsys.readouterr().err

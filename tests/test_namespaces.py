@@ -239,7 +239,7 @@ def test_a_memory_file_cut_anywhere_is_refused_in_a_sentence(tmp_path: Path) -> 
     (kept,) = fast.drafter.memories()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        with pytest.raises(Refused, match=r"^memory '.*memory\.tdm' is damaged.*: build it again$") as refusal:
+        with pytest.raises(Refused, match=r"^memory '.*memory\.tdm' is damaged.*: build another$") as refusal:
             fast.load_memory(path)
         assert "\n" not in str(refusal.value) and not len(kept)
     path.write_bytes(whole)

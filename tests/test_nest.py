@@ -254,7 +254,7 @@ def test_neighbours_are_saved_and_damage_is_refused(tmp_path: Path) -> None:
         with pytest.raises(Refused, match=why):
             Neighbours.open(path)
     Corpus.built([[1, 2]]).save(path)
-    with pytest.raises(Refused, match="is no datastore: build one"):
+    with pytest.raises(Refused, match="is no datastore, but a corpus: leave it as it is, and build one"):
         registry.load("accept", "lossy/nest", store=path)
     with pytest.raises(Refused, match="no such file"):
         registry.load("drafters", f"nest:store={tmp_path / 'none'}")

@@ -231,6 +231,7 @@ _PROPHET = dict(
 def test_unsupported_models_are_refused(kind: str, config: dict[str, Any], message: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**config)).eval()
+    model.generation_config.num_beams = 1
     with pytest.raises(Refused, match=message):
         truedraft.accelerate(model)
 

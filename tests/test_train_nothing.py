@@ -150,6 +150,6 @@ def test_calibrations_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
             TextEvaluator(target(), nothing)
     for prompts in ([], [[], []]):
         with pytest.raises(Refused, match="--data: the calibration reads the ends of prompts, and none has a token"):
-            TextEvaluator(target(), [[5, 6, 7]], prompts).states()
-    assert TextEvaluator(target(), [[5, 6, 7]], [[], [5, 6]]).states().shape[0] == 1
+            list(TextEvaluator(target(), [[5, 6, 7]], prompts).states())
+    assert len(list(TextEvaluator(target(), [[5, 6, 7]], [[], [5, 6]]).states())) == 1
     assert Responding().max_new_tokens > 1 and not (tmp_path / "out").exists()

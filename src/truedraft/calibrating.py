@@ -52,6 +52,7 @@ class TextEvaluator:
         if not self.texts:
             raise Refused("--data: the calibration needs texts of at least two tokens, and has none: give longer lines")
         room = self.target.context or inf
+        self._long = any(len(prompt) > room for prompt in self.prompts)
         self.prompts = [prompt for prompt in self.prompts if len(prompt) <= room]
 
     @property
@@ -68,7 +69,7 @@ class TextEvaluator:
     @torch.no_grad()
     def states(self) -> Iterator[Tensor]:
         target, last = self.target, Taps((-1,))
-        if not self.prompts:
+        if not self.prompts and not self._long:
             raise Refused("--data: the calibration reads the ends of prompts, and none has a token: give other lines")
         target.check_taps(last)
         for prompt in self.prompts:

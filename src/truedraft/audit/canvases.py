@@ -28,6 +28,7 @@ from truedraft.canvas.reference import step_by_step
 from truedraft.canvas.settings import Settings, prompts_of, settings_of
 from truedraft.canvas.targets import Variant, plain_logits
 from truedraft.card import method_name
+from truedraft.errors import Refused
 
 EVERY = 5  # of so many passes one is compared in its logits
 ORDERS: dict[str, Callable[[Predictions, Sequence[float]], list[int]]] = {  # policy -> indices in the order of fixing
@@ -98,10 +99,16 @@ def audit_canvases(
     """Compare accelerated diffusion models with their step-by-step decoding; arguments as `tokens.audit`.
 
     Raises:
+        Refused: the model fixes no positions.
         KeyboardInterrupt: Ctrl-C; its `finished` is the audit of what was compared before it.
     """
     first = next(iter(sides.values()))
-    oracle = Oracle(model, first.layout, getattr(first.target, "unmasked", False))
+    if (layout := getattr(first, "layout", None)) is None:
+        kind = type(model).__name__
+        raise Refused(
+            f"{kind}: its texts are rewritten as a whole, so no later canvas can be verified ahead, or audited"
+        )
+    oracle = Oracle(model, layout, getattr(first.target, "unmasked", False))
     found = Audit(name, str(model.dtype).removeprefix("torch."), oracle.precise.dtype, first.target.runtime)
     found.drafters, found.prompts = list(sides), len(prompts)
     runs = runs_of(prompts, batches, modes, len(sides))

@@ -126,7 +126,7 @@ class JacobiWindow:
 @lru_cache(maxsize=1024)
 def _window_parents(first: int, levels: int, columns: int) -> tuple[int, ...]:
     """The parents of a window's nodes, the first of which has this index."""
-    oldest = (0, *range(first, first + columns - 1))
+    oldest = (0, *range(first, first + columns - 1))[:columns]
     return (*oldest, *range(first, first + (levels - 1) * columns))
 
 
