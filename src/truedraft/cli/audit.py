@@ -49,7 +49,7 @@ def audit(
         list[str] | None, Option(help="A prompt, or source; repeatable. By default the embedded ones.")
     ] = None,
     file: Annotated[list[Path] | None, Option(help="A prompt from a file; repeatable.")] = None,
-    max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 32,
+    max_new_tokens: Annotated[int, Option(help="New tokens per prompt.")] = 24,
     batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. By default 1 and 4.")] = None,
     seed: Annotated[list[int] | None, Option(help="Seed to sample under; repeatable. By default 0.")] = None,
     temperature: Annotated[float, Option(help="Temperature of the sampled runs.")] = 1.0,
