@@ -217,7 +217,7 @@ def test_costs_are_those_of_the_view() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (dict(view="skip-layers"), r"choose it with --view lossy/skip-layers, or let it draft .* draft='skip-layers'"),
+        (dict(view="skip-layers"), r"choose it with view='lossy/skip-layers', or let it draft .* draft='skip-layers'"),
         (dict(view="lossy/skip-layer"), "there is no view 'skip-layer': did you mean 'skip-layers'"),
         (dict(view="lossy/skip-layers:depth=4"), "depth is a knob of drafts"),
         (dict(view="lossy/skip-layers:layers=9"), "9"),
