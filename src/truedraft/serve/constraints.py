@@ -134,7 +134,7 @@ class Enforced(RowwiseCriterion):
         self._start, self._matcher, self._ends, self._prompt = matcher, matcher.deep_copy(), ends, prompt
         self._least, self._text, self._spelled = least, text, spelled
         self._banned = [list(tokens) for tokens in banned]
-        self._read, self._whole = prompt, ""
+        self._output, self._whole = list[int](), ""
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor, **kwargs: Any) -> BoolTensor:
         """(1,) False. input_ids: (1, length) prompt and output.
@@ -142,16 +142,15 @@ class Enforced(RowwiseCriterion):
         Raises:
             Refused: the text is not that of the grammar, or ends where it may not.
         """
-        output = input_ids[0, self._prompt :].tolist()
-        for at in range(self._read - self._prompt, len(output)):
-            self._read += 1
-            self._add(output[at])
-            if any(output[: at + 1][-len(tokens) :] == tokens for tokens in self._banned):
+        for token in input_ids[0, self._prompt + len(self._output) :].tolist():
+            self._output.append(token)
+            self._add(token)
+            if any(self._output[-len(tokens) :] == tokens for tokens in self._banned):
                 raise Refused("bad_words has a word that the constraint demands here: leave it or the constraint out")
         return tensor([False])  # type: ignore[return-value]
 
     def _add(self, token: int) -> None:
-        count = self._read - self._prompt
+        count = len(self._output)
         if token in self._ends:
             if not self._matcher.is_accepting():
                 raise Refused("the text ended before its constraint allowed it to: leave out stop_token_ids")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
-from truedraft.text.templates import template_of
+from truedraft.text.templates import REASONING, template_of
 from truedraft.text.tool_bodies import LIMIT, Body, Scan, Schemas, offered_call, part_of_tag
 from truedraft.text.tool_formats import HARMONY, HERMES, LLAMA, MISTRAL, Format, format_of
 from truedraft.text.tool_values import json_text
@@ -26,7 +26,6 @@ __all__ = [
     "HERMES", "LLAMA", "MISTRAL", "Delta", "Format", "ResponseTemplateParser", "TagParser", "ToolParser", "format_of",
     "markers", "parser_for",
 ]  # fmt: skip
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of that field in response templates
 THINK = ("<think>", "</think>")
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 ENDED = re.compile("|".join(map(re.escape, (*CHANNELS[:2], *CHANNELS[3:]))))  # what ends a message

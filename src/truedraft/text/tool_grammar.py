@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from truedraft.errors import Refused
-from truedraft.text.templates import template_of
-from truedraft.text.tool_calls import REASONING, THINK, Format, ended, format_of
+from truedraft.text.templates import REASONING, template_of
+from truedraft.text.tool_calls import THINK, Format, ended, format_of
 from truedraft.text.tool_formats import HARMONY
 from truedraft.text.tool_values import NAME, resolved, types_of
 
