@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import torch
+
 from truedraft.errors import Refused
 from truedraft.views._base import WHOLE, Reduction
 from truedraft.views._calibrated import Evaluator, Step
@@ -40,8 +42,9 @@ def spared(evaluator: Evaluator, trials: int, name: str) -> Iterator[Step]:
         study.enqueue_trial({f"{half}{layer}": float(layer in some[half]) for half, layer in halves})
     goodput, best = {WHOLE: 1.0}, WHOLE  # without drafts
     for number in range(1, trials + 1):
-        trial = study.ask()
-        found, text = _suggested(trial, evaluator.layers), ""
+        with torch.enable_grad():  # which the sampler needs, also where the caller computes no gradients
+            trial = study.ask()
+            found, text = _suggested(trial, evaluator.layers), ""
         if found not in goodput:
             goodput[found] = evaluator.goodput(Without(found), goodput[best])
             if goodput[found] > goodput[best]:
