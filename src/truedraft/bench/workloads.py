@@ -36,11 +36,15 @@ class Workload:
     tokens: int = 128
 
 
-def embedded(sources: bool = False) -> list[Workload]:
+def embedded(sources: bool = False, tokenizer: Any = None) -> list[Workload]:
     """Tasks that the embedded models were trained on: stories, edits, files to shorten, changes to earlier answers.
 
-    sources: for an encoder-decoder, English sentences with mistakes.
+    Args:
+        sources: for an encoder-decoder, English sentences with mistakes.
+        tokenizer: of the model; one that has a chat template gets requests to an assistant instead, in that template.
     """
+    if getattr(tokenizer, "chat_template", None) and not sources:
+        return _requests(tokenizer)
     if sources:
         return [Workload("mistakes", tuple(Item(line) for line in assets.prompt("mistakes.txt").split("\n")))]
     stories = assets.prompt("stories.txt").strip().split("\n\n")
@@ -53,6 +57,17 @@ def embedded(sources: bool = False) -> list[Workload]:
         Workload("shorten", tuple(shortened), 300),
         Workload("chat", tuple(_chat()), 300),
     ]
+
+
+def _requests(tokenizer: Any) -> list[Workload]:
+    """Questions, summaries, edits of texts, and files of code, each a user's message."""
+    from truedraft.text.templates import request_text
+
+    kinds: dict[str, list[Item]] = defaultdict(list)
+    for line in assets.prompt("requests.jsonl").split("\n"):
+        row = json.loads(line)
+        kinds[row["kind"]].append(Item(request_text(tokenizer, row["request"])))
+    return [Workload(kind, tuple(items), 300) for kind, items in kinds.items()]
 
 
 def _edit(text: str, instruction: str, *before: str) -> Item:

@@ -186,12 +186,13 @@ def _all(model: str, canvas: bool = False) -> list[str]:
 
 
 def _embedded(model: Any, tokenizer: Any, tokens: int) -> list[str]:
-    """The embedded stories and edits that fit into the context; for an encoder-decoder the sentences to correct."""
+    """The embedded stories and edits that fit into the context, for a model with a chat template questions and edits;
+    for an encoder-decoder the sentences to correct."""
     from truedraft.bench.workloads import embedded
 
     room = getattr(model.config, "max_position_embeddings", None) or 10**9
-    kinds = ("story", "edit", "mistakes")
-    workloads = embedded(reads_sources(model.config))
+    kinds = ("story", "question", "edit", "mistakes")
+    workloads = embedded(reads_sources(model.config), tokenizer)
     found = [item.text for workload in workloads if workload.name in kinds for item in workload.items]
     return [text for text in found if len(tokenizer(text)["input_ids"]) + tokens <= room]
 

@@ -125,7 +125,7 @@ def bench(
         layout = attending(loaded.config, reader, attention, f"MODEL {model!r}")
         if diffuses := layout_of(loaded.config, reader) is not None:
             _refuse_for_diffusion(context)
-        todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources)
+        todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources, None if diffuses else reader)
         machine, rows = _roofline(loaded) if roofline or (html and not sources and not diffuses) else (None, [])
         figures: list[Figures] = []
         found: list[Quality] = []
@@ -221,10 +221,15 @@ def _check_sources(model: Any, modes: Sequence[str]) -> bool:
     return sources
 
 
-def _workloads(prompts: Sequence[Path] | None, limit: int, tokens: int | None, sources: bool) -> list[Workload]:
+def _workloads(
+    prompts: Sequence[Path] | None, limit: int, tokens: int | None, sources: bool, tokenizer: Any
+) -> list[Workload]:
     from truedraft.bench.workloads import Workload, embedded, from_file
 
-    found = [w for path in prompts for w in from_file(path, limit, sources=sources)] if prompts else embedded(sources)
+    if prompts:
+        found = [workload for path in prompts for workload in from_file(path, limit, sources=sources)]
+    else:
+        found = embedded(sources, tokenizer)
     return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
 
 

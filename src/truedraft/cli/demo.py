@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Option
 
+from truedraft import packaged
 from truedraft.cli._cases import Case, cases
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import Dtype, Quantize, Stretched, Threads
@@ -48,9 +49,11 @@ class Outcome:
 
 
 def demo(
-    prompt: Annotated[Path | None, Option(help="A file with a prompt, instead of the two embedded ones.")] = None,
-    instruction: Annotated[str | None, Option(help="An instruction to edit the file of --prompt (for nano).")] = None,
-    model: Annotated[str | None, Option(help="An embedded model (nano), a local folder, a name on the hub.")] = None,
+    prompt: Annotated[Path | None, Option(help="A file with a prompt, instead of the embedded ones.")] = None,
+    instruction: Annotated[str | None, Option(help="An instruction to edit the file of --prompt.")] = None,
+    model: Annotated[
+        str | None, Option(help="smollm2 (the default where it is installed), nano, a local folder, a name on the hub.")
+    ] = None,
     canvas: Annotated[bool, Option("--canvas", help="A diffusion model (nano-diffusion), whose canvas fills.")] = False,
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt; 200 for prose, 400 for edits.")] = None,
@@ -71,11 +74,13 @@ def demo(
         from truedraft.cli._canvas import demo_canvas
 
         return demo_canvas(todo, model or "nano-diffusion", draft, dtype, quantize, stretched, threads)
-    model = model or "nano"
     out = console()
+    if model is None:
+        model = _default(out)
     fast = accelerated(
         model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
     )  # fmt: skip
+    todo = cases(prompt, instruction, max_new_tokens, fast.tokenizer)
     _check(fast, model, todo)
     with waiting("warming up, and measuring the cost of a pass"):
         for case in todo:
@@ -91,6 +96,16 @@ def demo(
         if outcome.differs is not None:
             print_folded(out, f"{outcome.case.name}: differs from new token {outcome.differs} on")
     return int(any(outcome.differs is not None for outcome in outcomes))
+
+
+def _default(out: Console) -> str:
+    """SmolLM2 where its package is installed; else `nano`, which is said."""
+    try:
+        packaged.path("smollm2")
+    except Refused as why:
+        print_folded(out, f"{why}. Without it, the demonstration runs nano, a model of stories and edits of code.")
+        return "nano"
+    return "smollm2"
 
 
 def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
@@ -123,7 +138,7 @@ def run(fast: Accelerated, case: Case, out: Console) -> Outcome:
         with waiting(f"transformers alone, round {turn} of {ROUNDS}"):
             _run_plain(fast, outcome)
         if turn == 1:
-            out.out(case.text, style="dim", end="", highlight=False)
+            out.out(case.shown or case.text, style="dim", end="", highlight=False)
             _run_fast(fast, outcome, show)
             out.out(pieces.end() + "\n")
         else:

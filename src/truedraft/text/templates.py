@@ -88,6 +88,20 @@ def render(
     return ids
 
 
+def request_text(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
+    """A user's request in the tokenizer's chat template, as a text that the tokenizer reads as the template's tokens.
+
+    Raises:
+        Refused: there is no chat template, or it rejects the message.
+    """
+    message = {"role": "user", "content": request}
+    ids = render(tokenizer, [message])
+    text = str(_rendered(tokenizer, [message], {"add_generation_prompt": True, "tokenize": False}))
+    if tokenizer(text)["input_ids"] != ids and tokenizer.bos_token:  # which it puts before any text
+        text = text.removeprefix(str(tokenizer.bos_token))
+    return text
+
+
 def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> str:
     """The text of the chat template; `with_tools` selects the one for tools, where a tokenizer has several.
 
