@@ -123,7 +123,14 @@ ALLOWED = {
     "registry": {"card", "declared", "errors"},
     "declared": {"card"},
     "packaged": {"errors"},
-    "loading": {"assets", "packaged", "errors", "runtime", "targets", "canvas"},  # canvas: the layouts that configurations declare
+    "loading": {
+        "assets",
+        "packaged",
+        "errors",
+        "runtime",
+        "targets",
+        "canvas",
+    },  # canvas: the layouts that configurations declare
     "assets": {"errors"},
 }
 

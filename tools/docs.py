@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),
+    "real": lambda document, model: figures.real(model),
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),
     "serve": lambda document, part: figures.serve(part),

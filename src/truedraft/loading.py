@@ -44,9 +44,10 @@ def load(
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
     Embedded models run on the CPU, in float32 by default; others on the GPU where there is one; any on the device that
-    its name ends with, as in NAME@cpu or NAME@cuda:1. "smollm2" is read from the package that has it (`packaged.py`). The weights of any can be quantised, to "int8" or "int4".
+    its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to "int8" or "int4".
     Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF. A
     folder that has only an adapter of PEFT is loaded with the model that it names, into which the adapter is merged.
+    "smollm2" is read from the package that has it, see `packaged.py`.
 
     Args:
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
@@ -366,8 +367,9 @@ def source_of(name: str, argument: str, whole: bool = True) -> Path | str:
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise Refused(f"{argument} {name!r} does not exist")
-    if "/" not in name and difflib.get_close_matches(name, assets.names(), cutoff=0.75):
-        assets.path(name)
+    known = [*assets.names(), *packaged.MODELS]
+    if "/" not in name and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.75)):
+        raise Refused(f"there is no embedded model {name!r}: did you mean {near[0]!r}?")
     return name
 
 

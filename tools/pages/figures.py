@@ -454,6 +454,23 @@ def speeds() -> list[str]:
     )
 
 
+def real(model: str) -> list[str]:
+    """Tokens per second of requests to an instruct model, by kind and side, and the default over transformers.
+
+    model: the first word of its name in the file.
+    """
+    rows = [row for row in _results("real") if row["model"].split()[0] == model]
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    speeds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        speeds.setdefault(row["workload"], {})[row["side"]] = row["tokens_per_second"]
+    table = [
+        [kind, *(f"{of[side]:.1f}" for side in sides), f"**{of[sides[-1]] / of[sides[0]]:.1f}**"]
+        for kind, of in speeds.items()
+    ]
+    return _table([f"{rows[0]['model']}, {rows[0]['dtype']}", *sides, f"{sides[-1]} over {sides[0]}"], table)
+
+
 def whole_calls() -> list[str]:
     """Calls of `generate` on the embedded model, compared with those of `transformers`."""
     return _table(

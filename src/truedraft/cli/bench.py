@@ -356,7 +356,8 @@ def _check_names(
         size_of(stretched, model)
     if assistant is not None:
         check_names(assistant, argument="--assistant")
-    _workloads(prompts, LIMIT, None, sources=False)
+    if prompts:
+        _workloads(prompts, LIMIT, None, sources=False, tokenizer=None)
 
 
 def _check_numbers(

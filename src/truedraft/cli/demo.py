@@ -76,7 +76,7 @@ def demo(
         return demo_canvas(todo, model or "nano-diffusion", draft, dtype, quantize, stretched, threads)
     out = console()
     if model is None:
-        model = _default(out)
+        model = "nano" if stretched else _default(out)
     fast = accelerated(
         model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
     )  # fmt: skip
