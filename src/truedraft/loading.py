@@ -75,19 +75,20 @@ def load(
     embedded = split(name)[0] in assets.names()
     folder, options = checkpoints.place(source)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        checkpoints.complete(source, config)
-        _check_generative(whole, config, reads_sources)
-        _check_tokenizer(whole, source)
-        side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
-        tokenizer = _padded(AutoTokenizer.from_pretrained(folder, **side, **options))
-        stored = checkpoints.is_quantised(source, config)
-        quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
-        if quantised is not None:
-            model: Any = _with_integers(quantised, config, whole, source, dtype)
-        else:
-            precision = "float32" if embedded and dtype == "auto" else dtype
-            model = _with_weights(kinds.auto_class(config), folder, whole, dtype=precision, **options)
+        with checkpoints.parsed(source):
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+            checkpoints.complete(source, config)
+            _check_generative(whole, config, reads_sources)
+            _check_tokenizer(whole, source)
+            side = {} if kinds.reads_sources(config) else {"padding_side": "left"}
+            tokenizer = _padded(AutoTokenizer.from_pretrained(folder, **side, **options))
+            stored = checkpoints.is_quantised(source, config)
+            quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
+            if quantised is not None:
+                model: Any = _with_integers(quantised, config, whole, source, dtype)
+            else:
+                precision = "float32" if embedded and dtype == "auto" else dtype
+                model = _with_weights(kinds.auto_class(config), folder, whole, dtype=precision, **options)
     except Refused:
         raise
     except Exception as e:  # a damaged folder makes the loaders raise any exception
@@ -258,7 +259,8 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         files = {file.name for file in folder.iterdir()} if source is folder and isinstance(folder, Path) else set()
         if "merges.txt" in files and not files & {"config.json", "tokenizer_config.json", "tokenizer.json"}:
             kind = GPT2Tokenizer
-        return kind.from_pretrained(folder, **options)
+        with checkpoints.parsed(source):
+            return kind.from_pretrained(folder, **options)
     except Exception as e:  # a damaged folder makes the loaders raise any exception
         raise _unloadable(name, argument, source, e) from e
 
@@ -268,7 +270,8 @@ def config_of(source: Path | str) -> Any:
     import transformers
 
     folder, options = checkpoints.place(source)
-    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    with checkpoints.parsed(source):
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
     checkpoints.complete(source, config)
     return config
 

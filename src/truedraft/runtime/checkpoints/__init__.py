@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,15 @@ def place(source: Path | str) -> tuple[Path | str, dict[str, Any]]:
         return source, options
     _check_installed("gguf", f"{str(source)!r}")
     return source.parent, {**options, "gguf_file": source.name}
+
+
+def parsed(source: Path | str) -> AbstractContextManager[None]:
+    """A block within which the metadata of a source is parsed once, where it is a file of GGUF."""
+    if not (isinstance(source, Path) and is_gguf(source)):
+        return nullcontext()
+    from truedraft.runtime.checkpoints._reading import parsed_once
+
+    return parsed_once()
 
 
 def is_gguf(path: Path) -> bool:
