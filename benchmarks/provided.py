@@ -10,7 +10,7 @@ corpus: stories by `rest` beside lookup, with a corpus of other stories of the f
 mixers: stories behind long beginnings by `super-apriel`. The model becomes a supernet in which every layer may also
 attend to a window, by the same weights, which were not trained for it.
 calibrated: texts of the model by the halves of layers that `draft-and-verify` finds on other texts of the same kinds,
-and by those that `knn-ssd` finds for each kind.
+and by those that `knn-ssd` finds for each kind; where neither finds any, what the best drafts by a set were worth.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import argparse
 import copy
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from shared_drafters import texts_of
 from truedraft import registry
 from truedraft.calibrating import TextEvaluator
 from truedraft.drafters.self_._drafter import SelfDrafter
+from truedraft.errors import Refused
 from truedraft.files import write_whole
 from truedraft.loading import load
 from truedraft.runtime.identity import fingerprint
@@ -63,6 +65,10 @@ BEGINNING, LONG = 32, 512  # tokens of a story that are the prompt
 STORIES = (200, 2000)  # of a corpus
 WINDOWS = (64, 256)
 TRIALS, DEPTH = 80, 8
+CALIBRATED = ("draft-and-verify", "knn-ssd")
+UNITS = {
+    "mean_acceptance_length": "tokens per pass", "tokens_per_reading": "tokens per reading of all weights",
+}  # fmt: skip  # by figure
 
 
 def chatted(tokenizer: Any, text: str) -> Tensor:
@@ -148,51 +154,61 @@ def mixers(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[dic
     model.__class__ = own
 
 
+@dataclass
+class Noted(TextEvaluator):
+    """Keeps what drafts by each view were worth."""
+
+    goodputs: list[float] = field(default_factory=list)
+
+    def goodput(self, view: Any, least: float = 0.0) -> float:
+        self.goodputs.append(super().goodput(view, least))
+        return self.goodputs[-1]
+
+
 def calibrated(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kinds = {one.name: [chatted(tokenizer, item.text) for item in one.items] for one in workloads(0, 2 * args.limit)}
     searched, held = {}, {}
     for kind, prompts in kinds.items():
         half = len(prompts) // 2
         made = [model.generate(ids, max_new_tokens=64, do_sample=False)[0].tolist() for ids in prompts[half:]]
-        searched[kind] = TextEvaluator(model, made, [ids[0].tolist() for ids in prompts[half:]])
+        searched[kind] = Noted(model, made, [ids[0].tolist() for ids in prompts[half:]])
         held[kind] = prompts[:half]
-    evaluator = TextEvaluator(model, [text for one in searched.values() for text in one.texts], subjects=searched)
-    for name in ("draft-and-verify", "knn-ssd"):
-        record = registry.load("views", f"{name}:trials={args.trials}").calibrate(evaluator)
-        view = registry.load("views", name)
+    for name in CALIBRATED:
+        evaluator = Noted(model, [text for one in searched.values() for text in one.texts], subjects=searched)
+        view = registry.load("views", f"{name}:trials={args.trials}")
+        try:
+            record = view.calibrate(evaluator)
+        except Refused as why:  # no set of layers drafts faster than the whole model
+            print(why)
+            what = f"the best of {len(evaluator.goodputs)} sets of layers, none found worth drafting with"
+            yield {"draft": name, "kind": what, "tokens_per_reading": max(evaluator.goodputs)}
+            continue
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
             file.write_text(json.dumps({**record, "fingerprint": fingerprint(model)}))
-            view = replace(view, file=str(file))
+            draft = SelfDrafter(replace(view, file=str(file)), nodes=DEPTH, depth=DEPTH, top_k=1)
             for kind, prompts in held.items():
-                draft = SelfDrafter(view, nodes=DEPTH, depth=DEPTH, top_k=1)
-                found = decoded(model, draft, prompts, args.tokens)
-                yield {"draft": name, "kind": kind, "record": record["layers"], **found}
+                yield {"draft": name, "kind": kind, **decoded(model, draft, prompts, args.tokens)}
 
 
 PARTS = {"constraint": constraint, "corpus": corpus, "mixers": mixers, "calibrated": calibrated}
-METHODS = {
-    "constraint": ("drafters", "grammar"), "corpus": ("drafters", "rest"), "mixers": ("drafters", "super-apriel"),
-}  # fmt: skip
+METHODS = {"constraint": "grammar", "corpus": "rest", "mixers": "super-apriel"}  # drafters; the others are views
 
 
 def noted(found: dict[str, list[dict[str, Any]]], name: str, args: argparse.Namespace) -> None:
     """Write the figures of each method for its page."""
+    made: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for part, rows in found.items():
         command = f"python benchmarks/provided.py {Path(args.model).name} --stories FILE --parts {part}"
         setting = f"{name}, greedy, drafts in full, {args.limit} prompts of a kind, up to {args.tokens} tokens"
-        for kind, method in [METHODS[part]] if part in METHODS else [("views", row["draft"]) for row in rows[::3]]:
-            own = [row for row in rows if kind == "drafters" or row["draft"] == method]
-            note(
-                kind, method,
-                [
-                    figure(
-                        row["kind"] if kind == "views" else f"{row['kind']}, {row['draft']}",
-                        round(row["mean_acceptance_length"], 2), "tokens per pass", setting, "counts", command,
-                    )
-                    for row in own
-                ],
-            )  # fmt: skip
+        for row in rows:
+            method = ("drafters", METHODS[part]) if part in METHODS else ("views", row["draft"])
+            what = f"{row['kind']}, {row['draft']}" if part in METHODS else row["kind"]
+            for key, unit in UNITS.items():
+                if key in row:
+                    made[method].append(figure(what, round(row[key], 2), unit, setting, "counts", command))
+    for method, figures in made.items():
+        note(*method, figures)
 
 
 @torch.no_grad()
@@ -213,7 +229,7 @@ def main() -> None:
         found[part] = []
         for row in PARTS[part](model, tokenizer, args):
             found[part].append(row)
-            print(part, row["draft"], row["kind"], f"{row['mean_acceptance_length']:.2f}", flush=True)
+            print(part, row, flush=True)
     if args.json:
         write_whole(args.json, json.dumps({"model": args.note or args.model, **found}, indent=1) + "\n")
     if args.note:

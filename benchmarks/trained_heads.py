@@ -109,7 +109,8 @@ def measured(name: str, by_kind: dict[str, Measured], run: Path) -> Iterator[dic
         for kind, decoded in by_kind.items():
             for sampled in (False, True):
                 found = decoded(draft, sampled)
-                weights = sum(p.numel() for p in draft.head.parameters())
+                head = draft.heads if method == "medusa" else draft.head
+                weights = sum(p.numel() for p in head.parameters())
                 yield {
                     "head": name, "method": method, "way": shape_of(knobs), "knobs": knobs, "kind": kind,
                     "sampled": sampled, "weights": weights, "steps": log["steps"], "trained_tokens": log["tokens"],
