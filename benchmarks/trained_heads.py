@@ -109,7 +109,7 @@ def measured(name: str, by_kind: dict[str, Measured], run: Path) -> Iterator[dic
         for kind, decoded in by_kind.items():
             for sampled in (False, True):
                 found = decoded(draft, sampled)
-                head = draft.heads if method == "medusa" else draft.head
+                head: Any = draft.heads if method == "medusa" else draft.head
                 weights = sum(p.numel() for p in head.parameters())
                 yield {
                     "head": name, "method": method, "way": shape_of(knobs), "knobs": knobs, "kind": kind,
