@@ -28,7 +28,7 @@ from truedraft.sampling import History, Laws
 from truedraft.stats import PARTS, Pass, percentages, shares
 from truedraft.stopping import Stops
 from truedraft.stopwatch import Stopwatch
-from truedraft.tree import Accepted, Prompt, Row, Taps
+from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
 
 ROOM, SEEDS = 9, 12
 EARLY = 3  # tokens of the first row in lockstep
@@ -406,9 +406,9 @@ def test_rule_adds_probes_and_verifies_every_pass() -> None:
 class DecidesAllNodes(Likeliest, ArgmaxRule):
     """Decides all nodes at once, and records the arguments."""
 
-    def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
+    def decide_all_nodes(self, scores: Scores, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
         self.given = ([row.index for row in rows], len(trees), laws, chance)
-        return logits.argmax(-1).tolist()
+        return scores.logits.argmax(-1).tolist()
 
     def keys(self, scores: Tensor, chance: Any) -> Tensor:
         return scores

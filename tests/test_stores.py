@@ -20,7 +20,8 @@ from truedraft.stores._cursor import SEPARATOR, Cursor, Sizes
 from truedraft.stores._native import library
 from truedraft.stores._pure import PythonAutomaton
 from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
-from truedraft.stores.likeliest import largest, largest_on_demand, likeliest, likeliest_with_chances, two_largest
+from truedraft.stores.likeliest import largest, likeliest, likeliest_with_chances, two_largest
+from truedraft.stores.ranks import Ranks
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
@@ -364,8 +365,8 @@ def test_largest_is_the_first_maximum_and_minus_one_for_nan(shape: tuple[int, ..
     expected[(0,) * expected.dim()] = -1
     assert largest(scores) == expected.tolist() and largest(scores.double()) == expected.tolist()
     if scores.dim() == 3:
-        for found in (largest_on_demand(scores), largest_on_demand(scores.double())):
-            assert [[line[node] for node in range(len(line))] for line in found] == expected.tolist()
+        ranks = Ranks(scores)
+        assert [[line[node] for node in range(len(line))] for line in ranks] == expected.tolist()
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (3, 700), (2, 3, 64), (2, 4, 1000)])

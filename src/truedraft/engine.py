@@ -279,7 +279,7 @@ class Engine:
         """
         rule, tokens = request.argmax, None
         if rule is not None:
-            tokens = rule.decide_all_nodes(scores.logits, rows, trees, request.laws, request.chance)
+            tokens = rule.decide_all_nodes(scores, rows, trees, request.laws, request.chance)
         if tokens is None:
             self.target.wait()
         return tokens

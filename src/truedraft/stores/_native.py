@@ -16,7 +16,7 @@ from typing import Any
 from truedraft.stores._cursor import Cursor
 
 CALLS = 3  # as in automaton.c
-ON_TREES = ("counted", "grown", "union", "follow", "settled")
+ON_TREES = ("counted", "grown", "union", "follow", "settled", "walk")
 
 
 class AutomatonLayout(ctypes.Structure):
@@ -69,6 +69,7 @@ def library() -> ctypes.PyDLL | None:
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("chances", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, c_void_p]),
+        ("rank", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_int32, ints, c_void_p, c_void_p]),
         ("two_largest", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_void_p]),
         ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
         ("table", c_int, [POINTER(TrigramTable), c_int64]),

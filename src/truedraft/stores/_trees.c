@@ -360,7 +360,102 @@ static PyObject *counted(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* A pass whose lines of scores are ranked when they are read, by `rank` (truedraft_rank of likeliest.c). */
+typedef void Rank(const float *, int64_t, int64_t, const int32_t *, int64_t, int32_t, int32_t *, float *, int8_t *);
+
+typedef struct {
+    Rank *rank;
+    const float *score;
+    long long width, stride;
+    int count;
+    Py_buffer token, value, state;
+} Lines;
+
+enum { ODD = 2 }; /* as in likeliest.c: a line with NaN */
+
+/* The likeliest token of a line: -1 where there are NaN, 0 where none is possible. */
+static long likeliest_of(Lines *l, int32_t line) {
+    int8_t *state = l->state.buf;
+    int32_t *token = l->token.buf;
+    if (!state[line]) l->rank(l->score, l->width, l->stride, &line, 1, l->count, token, l->value.buf, state);
+    if (state[line] == ODD) return -1;
+    return token[(int64_t)line * l->count] < 0 ? 0 : token[(int64_t)line * l->count];
+}
+
+/* The path of a tree along the likeliest tokens, probes left out, and the token after it, as (path, token). `node`: room for
+   its nodes. first: the line of its root. */
+static PyObject *agreed(Lines *l, int32_t first, PyObject *tree, int32_t *node) {
+    PyObject *tokens, *parents, *probes;
+    if (!PyArg_ParseTuple(tree, "O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &probes)) return NULL;
+    const Py_ssize_t n = PyTuple_GET_SIZE(tokens);
+    const int any = PyObject_IsTrue(probes);
+    Py_ssize_t length = 1;
+    node[0] = 0;
+    long token = likeliest_of(l, first);
+    for (Py_ssize_t i = 1; i < n; i++) { /* children follow their parents */
+        if (PyLong_AsLong(PyTuple_GET_ITEM(parents, i)) != node[length - 1]) continue;
+        if (PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) != token) continue;
+        if (any) {
+            PyObject *here = PyLong_FromSsize_t(i);
+            int probe = here ? PySequence_Contains(probes, here) : -1;
+            Py_XDECREF(here);
+            if (probe < 0) return NULL;
+            if (probe) continue;
+        }
+        node[length++] = (int32_t)i;
+        token = likeliest_of(l, first + (int32_t)i);
+    }
+    PyObject *path = PyTuple_New(length);
+    for (Py_ssize_t i = 0; path && i < length; i++) PyTuple_SET_ITEM(path, i, PyLong_FromLong(node[i]));
+    return path ? Py_BuildValue("Nl", path, token) : NULL;
+}
+
+/* walk(rank, score, width, stride, count, token, value, state, firsts, trees): for each tree, whose root's line is in
+   `firsts`, the path along the likeliest tokens and the token after it; see ranks.py. */
+static PyObject *walk(PyObject *self, PyObject *args) {
+    Lines l;
+    unsigned long long rank, score;
+    PyObject *firsts, *trees, *found = NULL;
+    if (!PyArg_ParseTuple(args, "KKLLiw*w*w*O!O!", &rank, &score, &l.width, &l.stride, &l.count, &l.token, &l.value, &l.state,
+                          &PyList_Type, &firsts, &PyList_Type, &trees))
+        return NULL;
+    l.rank = (Rank *)(uintptr_t)rank, l.score = (const float *)(uintptr_t)score;
+    const Py_ssize_t rows = PyList_GET_SIZE(trees);
+    Py_ssize_t most = 1;
+    int sound = PyList_GET_SIZE(firsts) == rows && l.count > 0 && l.token.len == l.state.len * l.count * (Py_ssize_t)sizeof(int32_t) &&
+                l.value.len == l.token.len;
+    for (Py_ssize_t i = 0; sound && i < rows; i++) {
+        PyObject *tree = PyList_GET_ITEM(trees, i);
+        sound = PyTuple_Check(tree) && PyTuple_GET_SIZE(tree) == 3 && PyTuple_Check(PyTuple_GET_ITEM(tree, 0)) &&
+                PyTuple_Check(PyTuple_GET_ITEM(tree, 1));
+        if (!sound) break;
+        const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 0));
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        sound = n > 0 && PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 1)) == n && first >= 0 && first + n <= l.state.len;
+        if (n > most) most = n;
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent for each token, and lines of scores");
+    int32_t *node = sound ? PyMem_Malloc((size_t)most * sizeof(int32_t)) : NULL;
+    if (sound && !node) PyErr_NoMemory();
+    if (node) found = PyList_New(rows);
+    for (Py_ssize_t i = 0; found && i < rows; i++) {
+        const int32_t first = (int32_t)PyLong_AsLong(PyList_GET_ITEM(firsts, i));
+        PyObject *verdict = agreed(&l, first, PyList_GET_ITEM(trees, i), node);
+        if (!verdict || PyErr_Occurred()) {
+            Py_XDECREF(verdict);
+            Py_CLEAR(found);
+        } else
+            PyList_SET_ITEM(found, i, verdict);
+    }
+    PyMem_Free(node);
+    PyBuffer_Release(&l.token);
+    PyBuffer_Release(&l.value);
+    PyBuffer_Release(&l.state);
+    return found;
+}
+
 static PyMethodDef methods[] = {
+    {"walk", walk, METH_VARARGS, "walk(rank, score, width, stride, count, token, value, state, firsts, trees) -> verdicts."},
     {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, confidences."},
     {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, confidences."},
     {"union", union_of, METH_VARARGS,

@@ -12,6 +12,8 @@ from torch import Tensor
 from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.likeliest import MOST, likeliest, lines
+from truedraft.stores.ranks import COUNT, Ranks, ranks_of
+from truedraft.tree import Scores
 
 TreeArrays = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
 GrowTree = Callable[..., TreeArrays]
@@ -51,20 +53,24 @@ class Successors:
             return []
         return [int(one) - 1 for one in self._table[token] if one]
 
-    def learn(self, tokens: Sequence[int], scores: Tensor) -> None:
+    def learn(self, tokens: Sequence[int], scores: Tensor | Scores) -> None:
         """Replace the successors of each of `tokens` by those of new scores.
 
         tokens: -1 for scores that are left out.
-        scores: (..., V), as many rows as tokens; a row without a possible token changes nothing.
+        scores: (..., V), as many rows as tokens; a row without a possible token changes nothing. Those of a pass are
+            not read again where that has been done (`ranks.py`).
 
         Raises:
             ValueError: not a row for each token.
         """
+        if isinstance(scores, Scores):
+            ranks, scores = ranks_of(scores), scores.logits
+            if ranks is not None and self.count <= COUNT:
+                self._learn(tokens, ranks, scores.shape[-1])
+                return
         if len(tokens) * scores.shape[-1] != scores.numel():
             raise ValueError(f"{len(tokens)} tokens, and scores of {scores.numel() // scores.shape[-1]}")
-        if (most := max(scores.shape[-1], max(tokens) + 1)) > len(self._table):
-            smaller, self._table = self._table, np.zeros((most, self.count), np.int32)
-            self._table[: len(smaller)] = smaller
+        self._reserve(max(scores.shape[-1], max(tokens) + 1))
         found = lines(scores) if self.count <= min(MOST, scores.shape[-1]) else None
         if found is not None:
             (flat, *sizes), given = found, array("i", tokens)
@@ -76,6 +82,20 @@ class Successors:
             if best and token >= 0:
                 self._table[token] = 0
                 self._table[token, : len(best)] = np.array(best) + 1
+
+    def _learn(self, tokens: Sequence[int], ranks: Ranks, vocabulary: int) -> None:
+        """As `learn`, from the ranks of a pass."""
+        self._reserve(max(vocabulary, max(tokens) + 1))
+        places = [place for place, token in enumerate(tokens) if token >= 0]
+        found, own = ranks.likeliest(places), np.array(tokens, np.int64)[places]
+        possible = found[:, 0] >= 0
+        self._table[own[possible]] = found[possible, : self.count] + 1  # of one token's, the last remain
+
+    def _reserve(self, tokens: int) -> None:
+        """Have a line in the table for so many tokens."""
+        if tokens > len(self._table):
+            smaller, self._table = self._table, np.zeros((tokens, self.count), np.int32)
+            self._table[: len(smaller)] = smaller
 
     def tree(self, root: int, budget: int, template: Template) -> TreeArrays:
         """The first `budget` nodes of a template that there are successors for."""

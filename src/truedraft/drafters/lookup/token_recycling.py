@@ -65,7 +65,7 @@ class TokenRecycling(PerRow[Successors]):
         state, width = self._states[id(rows[0])], scores.logits.shape[1]
         if all(self._states[id(row)] is state for row in rows):  # of one namespace
             padded = [token for tree in trees for token in (*tree.tokens, *[-1] * (width - len(tree)))]
-            state.learn(padded, scores.logits)
+            state.learn(padded, scores)
         else:
             super().learn_all(rows, trees, scores, accepted)
 
