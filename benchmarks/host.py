@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -220,7 +221,7 @@ class Details:
 
 
 def measured(kind: str, mode: str, way: str, rows: int, passes: int) -> dict[str, Any]:
-    """Milliseconds of a pass by part."""
+    """Milliseconds of a pass by part: medians over passes."""
     clock = Clock()
     prompts, outputs = texts(kind, rows)
     target = Written(clock, outputs)
@@ -232,29 +233,28 @@ def measured(kind: str, mode: str, way: str, rows: int, passes: int) -> dict[str
     step = watch.timed_steps(engine.step)
     request.drafter.bind(target)  # type: ignore[arg-type]
     engine.admit(request)
+    found: dict[str, list[float]] = {}
     with clock.running(), torch.no_grad():
-        for done in range(WARM + passes):
-            if done == WARM:
-                before, parts, within = dict(watch.seconds), Counter(details.seconds), target.seconds
-                moved, began = clock.ahead, clock.real()
+        for _ in range(WARM + passes):
+            before = watch.seconds | details.seconds | {"host": clock.real() - target.seconds}
             step()
             request.check()
-        whole = clock.real() - began - (target.seconds - within)
-        moved = clock.ahead - moved
+            after = watch.seconds | details.seconds | {"host": clock.real() - target.seconds}
+            spent = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+            spent["loop"] = spent["all"] - sum([spent[part] for part in PARTS])
+            for part, seconds in spent.items():
+                found.setdefault(part, []).append(seconds)
         engine.close()
     details.end()
-    spent = {part: watch.seconds[part] - before[part] for part in (*PARTS, "all")}
     emitted = [e for done in request.passes[-passes:] for e in done.emitted]
-    ms = {part: 1e3 * seconds / passes for part, seconds in spent.items() if part not in ("target", "prefill", "all")}
-    own = {part: 1e3 * (details.seconds[part] - parts[part]) / passes for part in details.seconds}
-    named = sum(seconds for part, seconds in spent.items() if part != "all")
+    ms = {part: 1e3 * statistics.median(seconds[-passes:]) for part, seconds in found.items()}
     return {
         "rows": rows, "kind": kind, "mode": mode, "way": way, "passes": passes,
         "tokens_per_pass": sum(len(e.tokens) for e in emitted) / len(emitted),
         "nodes": sum(e.offered for e in emitted) / len(emitted),
-        "host": 1e3 * whole / passes,
-        "parts": ms | {"loop": 1e3 * (spent["all"] - named) / passes},
-        "drafter": own,
+        "host": ms["host"],
+        "parts": {part: ms[part] for part in (*PARTS, "loop") if part not in ("target", "prefill")},
+        "drafter": {part: ms[part] for part in details.seconds},
     }  # fmt: skip
 
 
