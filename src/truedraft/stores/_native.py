@@ -65,11 +65,7 @@ def library() -> ctypes.PyDLL | None:
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("best", c_int64, [one, at, c_int64, *[c_double] * 3, *[c_int32] * 2, POINTER(c_double), *[ints] * 4]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
-        (
-            "locate",
-            None,
-            [one, at, POINTER(Place), c_int64, ints, *[c_int64] * 2, *[c_int32] * 3, *[c_int64] * 2, c_double],
-        ),
+        ("locate", None, [one, at, place, c_int64, ints, *[c_int64] * 2, *[c_int32] * 3, *[c_int64] * 2, c_double]),
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
