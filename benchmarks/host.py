@@ -85,7 +85,8 @@ class Written:
     def __init__(self, clock: Clock, texts: Sequence[Sequence[int]]):
         self.taps, self._clock = Taps(), clock
         self._texts = [(text, 0) for text in texts]  # by slot, with the place of its next token
-        self._pool = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self._line = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self._pool = self._line.clone()
         self._peaks: list[tuple[int, int]] = []  # entries of the pool that are set, by line and token
         self.seconds = 0.0  # spent here
         self._measuring = False
@@ -127,7 +128,7 @@ class Written:
 
     def _lines(self, count: int) -> Tensor:
         if count > len(self._pool):
-            self._pool = self._pool[:1].repeat(count, 1)
+            self._pool = self._line.repeat(count, 1)
             self._peaks = []
         return self._pool[:count]
 
@@ -135,7 +136,7 @@ class Written:
         """Make the right token of each node that agrees with its row's text the likeliest."""
         entries = self._pool.numpy()
         for line, token in self._peaks:
-            entries[line, token] = entries[0, -1]
+            entries[line, token] = self._line[0, token]
         self._peaks = []
         for row, (tree, (text, at)) in enumerate(zip(trees, self._texts, strict=True)):
             reached: dict[int, int] = {0: at}

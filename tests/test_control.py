@@ -565,6 +565,44 @@ def test_readings_of_prompts_stay_within_the_slack() -> None:
     assert passes < lost < control.slack * calls * passes + 3 * passes
 
 
+def test_until_costs_are_known_only_confident_drafts_are_verified() -> None:
+    """A long copy is verified at once; a guess, for which typical costs would pay, is not."""
+    for confidence, verified in ((0.95, True), (0.3, False)):
+        fresh = SimpleNamespace(
+            kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve, most: curve
+        )  # fmt: skip
+        control, row = opened(DRAFTER, fresh), row_of()
+        control.start([row])
+        sizes = []
+        for _ in range(3):
+            (most,) = control.budget([row])
+            tree = DraftTree.chain(row.tokens[-1], [7] * most, [confidence] * most)
+            sizes.append(len(control.prune([row], [tree])[0]) - 1)
+            spend(control, target=1.0)
+            row.tokens += [2]
+            control.observe([row], [], [])
+        assert sizes[:2] == [0, 0] and (sizes[2] > 4) is verified and bool(sizes[2]) is verified
+
+
+@pytest.mark.parametrize("drafted", [0, 1], ids=["nothing", "guesses"])
+def test_what_drafts_lose_before_any_pays_is_made_up_before_trials(drafted: int) -> None:
+    """Drafts of a tenth of a pass, empty or never right: they end after some tries, and take the slack from then on."""
+    control, lost, passes = opened(DRAFTER, FLAT), [], 600
+    row = row_of()
+    control.start([row])
+    for _ in range(passes):
+        (most,) = control.budget([row])
+        lost.append(0.1 if most else 0.0)
+        spend(control, draft=lost[-1])
+        control.prune([row], [DraftTree.chain(row.tokens[-1], [9] * min(most, drafted))])
+        spend(control, target=1.0)
+        row.tokens += [2]
+        control.observe([row], [], [])
+    assert sum(lost[:300]) < 300 * control.slack + 3.0
+    assert sum(lost[300:]) < 300 * control.slack + 0.5, "what was lost first is not lost again"
+    assert sum(lost[-100:]) > 0, "it is tried again"
+
+
 def test_drafting_begins_after_the_first_passes_were_timed() -> None:
     fresh = SimpleNamespace(kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve, most: curve)
     control, row = opened(DRAFTER, fresh), row_of()
@@ -576,7 +614,7 @@ def test_drafting_begins_after_the_first_passes_were_timed() -> None:
         spend(control, target=spent)
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
-    assert sizes[:2] == [0, 0] and sizes[2] > 0 and sizes[-1] == 10
+    assert sizes[:3] == [0, 0, 0] and sizes[4] > 0 and sizes[-1] == 10, "one draft is right before any is verified"
     assert control._costs.curve(1) == pytest.approx(1.0)
 
 

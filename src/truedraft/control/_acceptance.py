@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from truedraft.tree import DraftTree, Row
 
 DOUBT = (
-    10.0  # weight, in nodes, of the prior that expectations are right; drafts chosen as best tend to be overestimated
+    4.0  # weight, in nodes, of the prior that expectations are right; those of drafts chosen as best tend to be high
 )
 KEPT = 0.97  # weight that verified nodes keep at each later pass
 

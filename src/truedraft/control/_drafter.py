@@ -152,6 +152,11 @@ class DrafterState:
         """Seconds of drafting for a pass: those usual, or by the levels of the latest draft where these vary."""
         return self.costs.of_levels(self.costs.levels) if self.adaptive else self.costs.seconds
 
+    def expect(self, saved: float, passes: PassCosts) -> None:
+        """Update the expected saving by its drafts: this one is expected to save so many seconds of passes."""
+        drafting = self.drafting_seconds
+        self.trials.expect(saved - drafting, drafting, passes.plain)
+
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
         return self.costs.of_level > CHEAP * passes.curve(1)
@@ -220,6 +225,11 @@ class Drafts:
         return len(lengths) * max(lengths) if self.state.padded else sum(lengths)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was drafted, though drafts were requested."""
+        return all(len(tree) == 1 for tree in self.trees)
+
+    @property
     def unit(self) -> int:
         """Nodes in the pass that a size has more than the one before it."""
         return len(self.rows) if self._ranked is None else 1
@@ -281,9 +291,8 @@ class Drafts:
 
         tokens, nodes: expected tokens of the pass without these drafts, and its nodes.
         """
-        drafting, trials = self.state.drafting_seconds, self.state.trials
-        trials.expect(-self._loss(size, tokens, nodes, passes) - drafting, drafting, passes.plain)
-        self.exploring = False
+        self.state.expect(-self._loss(size, tokens, nodes, passes), passes)
+        self.exploring, trials = False, self.state.trials
         if size == 0 and self.gains[-1] > len(self.rows):
             size = max(
                 k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))
