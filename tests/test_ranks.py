@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from truedraft.stores import ranks as module
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.ranks import COUNT, Ranks, ranks_of
 from truedraft.stores.successors import Successors
-from truedraft.tree import Row, Scores
+from truedraft.tree import DraftTree, Row, Scores
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="the structures were not compiled")
 SHAPES = [(1, 1, 3), (2, 5, 40), (3, 4, 700), (2, 3, 5000), (1, 2, 40_000)]
@@ -49,14 +50,20 @@ def test_ranks_are_those_of_a_stable_sort(shape: tuple[int, int, int], padded: i
     for _ in range(6):
         scores = awkward(shape)
         ranks = Ranks(torch.nn.functional.pad(scores, (0, padded), value=99.0)[..., : shape[-1]])
-        places = random.sample(range(shape[0] * shape[1]), k=shape[0] * shape[1])
         possible = scores.masked_fill(scores.isnan(), -torch.inf)
-        ordered = possible.flatten(0, 1)[places].sort(dim=-1, descending=True, stable=True)
+        ordered = possible.flatten(0, 1).sort(dim=-1, descending=True, stable=True)
         values, tokens = ordered.values[:, :COUNT], ordered.indices[:, :COUNT]
         tokens = torch.nn.functional.pad(tokens.masked_fill(values == -torch.inf, -1), (0, COUNT), value=-1)
-        assert ranks.likeliest(places).tolist() == tokens[:, :COUNT].tolist()
-        wide = torch.nn.functional.pad(values, (0, 2), value=-torch.inf)
-        assert torch.equal(ranks.two_largest(places), wide[:, :2])
+        found = np.zeros((shape[0] * shape[1], COUNT), np.int32)
+        kept = [
+            DraftTree.chain(row * shape[1], range(row * shape[1] + 1, (row + 1) * shape[1])) for row in range(shape[0])
+        ]
+        ranks.recycle(kept, found)
+        assert (found - 1).tolist() == tokens[:, :COUNT].tolist()
+        wide = torch.nn.functional.pad(values, (0, 2), value=-torch.inf)[:, :2].unflatten(0, shape[:2])
+        paths = [tuple(random.sample(range(shape[1]), k=random.randrange(shape[1] + 1))) for _ in range(shape[0])]
+        expected = [wide[row, list(path)] for row, path in enumerate(paths)]
+        assert torch.equal(ranks.two_largest(paths), torch.cat(expected))
         best = possible.argmax(-1).masked_fill(scores.isnan().any(-1), -1)
         assert [list(row) for row in ranks] == best.tolist()
 
@@ -97,7 +104,10 @@ def test_lines_are_read_once_whoever_asks() -> None:
     assert [list(row) for row in part] == [expected[2], expected[1]] and [list(row) for row in inner] == [expected[1]]
     scores.logits.zero_()  # what was read is kept
     assert list(ranks[1]) == expected[1] and list(ranks[2]) == expected[2] and list(ranks[0]) == [0] * 4
-    assert ranks.two_largest([1])[0].tolist() == [0.0, 0.0]
+    assert ranks.two_largest([(1,), (), ()]).tolist() == [[0.0, 0.0]]
+    for given in ([(4,), (9,), ()], [(-1,), (), ()], [(1,), ()]):
+        with pytest.raises(ValueError, match="within their lines"):
+            ranks.two_largest(given)
     assert ranks_of(Scores(scores.logits.double(), {}, [0, 0, 0])) is None
     module._RANKS.clear()
 
@@ -109,10 +119,11 @@ def test_successors_learn_the_same_from_ranks() -> None:
         one, other = Successors(count), Successors(count)
         for _ in range(40):
             logits = awkward((2, 4, 60))
-            tokens = [rng.choice([-1, *range(70)]) for _ in range(8)]
+            tokens = [rng.randrange(70) for _ in range(8)]
             tokens[rng.randrange(8)] = tokens[rng.randrange(8)] = 5
-            one.learn(tokens, logits)
-            other.learn(tokens, Scores(logits, {}, [0, 0]))
+            trees = [DraftTree.chain(tokens[0], tokens[1:4]), DraftTree.chain(tokens[4], tokens[5:7])]
+            one.learn([*tokens[:7], -1], logits)
+            other.learn_pass(trees, Scores(logits, {}, [0, 0]))
         assert any(one.of(token) for token in range(70))
         assert [one.of(token) for token in range(70)] == [other.of(token) for token in range(70)]
 

@@ -50,7 +50,8 @@ class NearTies(Delegate):
     @property
     def rate(self) -> float | None:
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
-        return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
+        best = torch.cat(self._best) if self._best else torch.empty(0)
+        return float(self._near(best).double().mean()) if len(best) else None
 
     def decide_all_nodes(
         self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
@@ -82,9 +83,11 @@ class NearTies(Delegate):
             found = pass_.followed(pass_.tokens)
             if (keys := self.inner.keys(pass_.scores.logits, pass_.chance)) is not None:
                 paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(pass_.rows, found, strict=True)]
-                if places := [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]:
-                    ranks = ranks_of(pass_.scores) if keys is pass_.scores.logits else None
-                    self._kept(two_largest(keys, places) if ranks is None else ranks.two_largest(places))
+                if ranks := ranks_of(pass_.scores) if keys is pass_.scores.logits else None:
+                    self._kept(ranks.two_largest(paths))
+                else:
+                    places = [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]
+                    self._kept(two_largest(keys, places))
         return found
 
     def _kept(self, best: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { TREES = 31 }; /* `owner` has a bit for each */
 
@@ -410,35 +411,56 @@ static PyObject *agreed(Lines *l, int32_t first, PyObject *tree, int32_t *node) 
     return path ? Py_BuildValue("Nl", path, token) : NULL;
 }
 
-/* walk(rank, score, width, stride, count, token, value, state, firsts, trees): for each tree, whose root's line is in
-   `firsts`, the path along the likeliest tokens and the token after it; see ranks.py. */
-static PyObject *walk(PyObject *self, PyObject *args) {
-    Lines l;
+static int lines_of(PyObject *given, Lines *l) {
     unsigned long long rank, score;
-    PyObject *firsts, *trees, *found = NULL;
-    if (!PyArg_ParseTuple(args, "KKLLiw*w*w*O!O!", &rank, &score, &l.width, &l.stride, &l.count, &l.token, &l.value, &l.state,
-                          &PyList_Type, &firsts, &PyList_Type, &trees))
-        return NULL;
-    l.rank = (Rank *)(uintptr_t)rank, l.score = (const float *)(uintptr_t)score;
-    const Py_ssize_t rows = PyList_GET_SIZE(trees);
-    Py_ssize_t most = 1;
-    int sound = PyList_GET_SIZE(firsts) == rows && l.count > 0 && l.token.len == l.state.len * l.count * (Py_ssize_t)sizeof(int32_t) &&
-                l.value.len == l.token.len;
-    for (Py_ssize_t i = 0; sound && i < rows; i++) {
+    if (!PyArg_ParseTuple(given, "KKLLiw*w*w*", &rank, &score, &l->width, &l->stride, &l->count, &l->token, &l->value, &l->state))
+        return 0;
+    l->rank = (Rank *)(uintptr_t)rank, l->score = (const float *)(uintptr_t)score;
+    if (l->count > 0 && l->token.len == l->state.len * l->count * (Py_ssize_t)sizeof(int32_t) && l->value.len == l->token.len) return 1;
+    PyErr_SetString(PyExc_ValueError, "lines of scores need as many places for what is found of them");
+    return 0;
+}
+
+static void let_go(Lines *l) {
+    PyBuffer_Release(&l->token);
+    PyBuffer_Release(&l->value);
+    PyBuffer_Release(&l->state);
+}
+
+/* Whether there is a tree (tokens, parents, probes) for each of `firsts`, with a line for each node from there on. most: the nodes
+   of the largest. */
+static int follow_firsts(const Lines *l, PyObject *firsts, PyObject *trees, Py_ssize_t *most) {
+    int sound = PyList_GET_SIZE(firsts) == PyList_GET_SIZE(trees);
+    *most = 1;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(trees); i++) {
         PyObject *tree = PyList_GET_ITEM(trees, i);
         sound = PyTuple_Check(tree) && PyTuple_GET_SIZE(tree) == 3 && PyTuple_Check(PyTuple_GET_ITEM(tree, 0)) &&
                 PyTuple_Check(PyTuple_GET_ITEM(tree, 1));
         if (!sound) break;
         const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 0));
         const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
-        sound = n > 0 && PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 1)) == n && first >= 0 && first + n <= l.state.len;
-        if (n > most) most = n;
+        sound = n > 0 && PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 1)) == n && first >= 0 && first + n <= l->state.len;
+        if (n > *most) *most = n;
     }
     if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent for each token, and lines of scores");
-    int32_t *node = sound ? PyMem_Malloc((size_t)most * sizeof(int32_t)) : NULL;
-    if (sound && !node) PyErr_NoMemory();
-    if (node) found = PyList_New(rows);
-    for (Py_ssize_t i = 0; found && i < rows; i++) {
+    return sound;
+}
+
+/* walk(lines, firsts, trees): for each tree, whose root's line is in `firsts`, the path along the likeliest tokens and the token
+   after it; see ranks.py. */
+static PyObject *walk(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    PyObject *given, *firsts, *trees, *found = NULL;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &trees)) return NULL;
+    if (!lines_of(given, &l) || !follow_firsts(&l, firsts, trees, &most)) {
+        let_go(&l);
+        return NULL;
+    }
+    int32_t *node = PyMem_Malloc((size_t)most * sizeof(int32_t));
+    if (!node) PyErr_NoMemory();
+    else found = PyList_New(PyList_GET_SIZE(trees));
+    for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(trees); i++) {
         const int32_t first = (int32_t)PyLong_AsLong(PyList_GET_ITEM(firsts, i));
         PyObject *verdict = agreed(&l, first, PyList_GET_ITEM(trees, i), node);
         if (!verdict || PyErr_Occurred()) {
@@ -448,14 +470,77 @@ static PyObject *walk(PyObject *self, PyObject *args) {
             PyList_SET_ITEM(found, i, verdict);
     }
     PyMem_Free(node);
-    PyBuffer_Release(&l.token);
-    PyBuffer_Release(&l.value);
-    PyBuffer_Release(&l.state);
+    let_go(&l);
+    return found;
+}
+
+/* recycle(lines, firsts, tokens, table, count): keeps the `count` likeliest successors of each node's token in the token's line
+   of a table, one more than each, 0 where there are fewer; a node without a possible successor changes nothing. tokens: a
+   tuple for each row. */
+static PyObject *recycle(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    Py_buffer table = {0};
+    PyObject *given, *firsts, *trees;
+    int count;
+    if (!PyArg_ParseTuple(args, "O!O!O!w*i", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &trees, &table, &count))
+        return NULL;
+    int sound = lines_of(given, &l) && PyList_GET_SIZE(firsts) == PyList_GET_SIZE(trees) && 0 < count && count <= l.count;
+    const int64_t known = sound ? table.len / (int64_t)sizeof(int32_t) / count : 0;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(trees); i++) {
+        PyObject *tokens = PyList_GET_ITEM(trees, i);
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        sound = PyTuple_Check(tokens) && first >= 0 && first + PyTuple_GET_SIZE(tokens) <= l.state.len;
+        for (Py_ssize_t node = 0; sound && node < PyTuple_GET_SIZE(tokens); node++) {
+            const long token = PyLong_AsLong(PyTuple_GET_ITEM(tokens, node));
+            const int32_t line = (int32_t)(first + node);
+            if (token < 0 || token >= known) continue;
+            likeliest_of(&l, line);
+            const int32_t *best = (const int32_t *)l.token.buf + (int64_t)line * l.count;
+            int32_t *kept = (int32_t *)table.buf + (int64_t)token * count;
+            for (int k = 0; best[0] >= 0 && k < count; k++) kept[k] = best[k] + 1;
+        }
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "rows need tokens, lines of scores and a table");
+    let_go(&l);
+    if (table.buf) PyBuffer_Release(&table);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* highest(lines, firsts, paths): the two largest scores at each node of the rows' paths, as bytes of floats. */
+static PyObject *highest(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    PyObject *given, *firsts, *paths, *found = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &paths)) return NULL;
+    Py_ssize_t nodes = 0, at = 0;
+    int sound = lines_of(given, &l) && PyList_GET_SIZE(firsts) == PyList_GET_SIZE(paths) && l.count > 1;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(paths); i++) {
+        sound = PyTuple_Check(PyList_GET_ITEM(paths, i));
+        if (sound) nodes += PyTuple_GET_SIZE(PyList_GET_ITEM(paths, i));
+    }
+    if (sound) found = PyBytes_FromStringAndSize(NULL, nodes * 2 * (Py_ssize_t)sizeof(float));
+    float *out = found ? (float *)PyBytes_AS_STRING(found) : NULL;
+    for (Py_ssize_t i = 0; found && sound && i < PyList_GET_SIZE(paths); i++) {
+        PyObject *path = PyList_GET_ITEM(paths, i);
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(path); k++, at += 2) {
+            const long long line = first + PyLong_AsLongLong(PyTuple_GET_ITEM(path, k));
+            sound = sound && line >= 0 && line < l.state.len && !PyErr_Occurred();
+            if (!sound) break;
+            likeliest_of(&l, (int32_t)line);
+            memcpy(out + at, (const float *)l.value.buf + line * l.count, 2 * sizeof(float));
+        }
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "rows need paths within their lines of scores");
+    let_go(&l);
+    if (PyErr_Occurred()) Py_CLEAR(found);
     return found;
 }
 
 static PyMethodDef methods[] = {
-    {"walk", walk, METH_VARARGS, "walk(rank, score, width, stride, count, token, value, state, firsts, trees) -> verdicts."},
+    {"walk", walk, METH_VARARGS, "walk(lines, firsts, trees) -> paths and the tokens after them."},
+    {"recycle", recycle, METH_VARARGS, "recycle(lines, firsts, tokens, table, count): keeps the likeliest successors."},
+    {"highest", highest, METH_VARARGS, "highest(lines, firsts, paths) -> the two largest scores at each node."},
     {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, confidences."},
     {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, confidences."},
     {"union", union_of, METH_VARARGS,

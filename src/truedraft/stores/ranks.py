@@ -38,6 +38,9 @@ class Ranks(Sequence[Sequence[int]]):
         self._token, self._value = array("i", bytes(4 * count * COUNT)), array("f", bytes(4 * count * COUNT))
         self._state = bytearray(count)
         self._firsts = list(range(0, count, self._nodes))  # the line of each row's root
+        self._lines = (  # as in _trees.c
+            _rank(), self._flat.data_ptr(), self._width, self._stride, COUNT, self._token, self._value, self._state,
+        )  # fmt: skip
 
     def of(self, rows: Sequence[int]) -> Ranks:
         """Those of some rows, in this order; what is read of one is read of both."""
@@ -55,34 +58,30 @@ class Ranks(Sequence[Sequence[int]]):
         """For each row's tree the path along which every token is the likeliest at its parent, probes left out, and the
         likeliest token at its end."""
         drafts = [(tuple(tree.tokens), tuple(tree.parent), tree.probes) for tree in trees]
-        found: list[tuple[tuple[int, ...], int]] = compiled().walk(
-            _rank(), self._flat.data_ptr(), self._width, self._stride, COUNT, self._token, self._value, self._state,
-            self._firsts, drafts,
-        )  # fmt: skip
+        found: list[tuple[tuple[int, ...], int]] = compiled().walk(self._lines, self._firsts, drafts)
         return found
 
-    def two_largest(self, places: Sequence[int]) -> Tensor:
-        """(k, 2): the two largest scores at k places, counted row by row over all nodes."""
-        at = [self._firsts[place // self._nodes] + place % self._nodes for place in places]
-        self._read(at)
-        values = np.frombuffer(self._value, np.float32).reshape(-1, COUNT)
-        return torch.from_numpy(values[at, :2])
+    def two_largest(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """(k, 2): the two largest scores at the nodes of a path of each row, row after row."""
+        found = bytearray(compiled().highest(self._lines, self._firsts, list(paths)))
+        return torch.frombuffer(found, dtype=torch.float32).view(-1, 2) if found else torch.empty(0, 2)
 
-    def likeliest(self, places: Sequence[int]) -> np.ndarray:
-        """(k, COUNT) tokens at k places, the likeliest first, -1 where fewer are possible; see `two_largest`."""
-        at = [self._firsts[place // self._nodes] + place % self._nodes for place in places]
-        self._read(at)
-        return np.frombuffer(self._token, np.int32).reshape(-1, COUNT)[at]
+    def recycle(self, trees: Sequence[DraftTree], table: np.ndarray) -> None:
+        """Write the likeliest successors of every node's token, as many as a line of the table has places, into the
+        line of that token: one more than each, the likeliest first, 0 where there are fewer. Tokens without a line, and
+        nodes without a possible successor, change nothing; of the nodes of one token the last remains."""
+        tokens = [tuple(tree.tokens) for tree in trees]
+        compiled().recycle(self._lines, self._firsts, tokens, table, table.shape[1])
 
     def best(self, line: int) -> int:
         """The index of the first largest of a line's scores, -1 where one is NaN."""
-        self._read([line])
+        self._read(line)
         return -1 if self._state[line] == ODD else max(self._token[line * COUNT], 0)
 
-    def _read(self, at: Sequence[int]) -> None:
-        place, state = array("i", at), np.frombuffer(self._state, np.int8)
+    def _read(self, line: int) -> None:
+        place, state = array("i", [line]), np.frombuffer(self._state, np.int8)
         library().truedraft_rank(  # type: ignore[union-attr]
-            self._flat.data_ptr(), self._width, self._stride, place.buffer_info()[0], len(place), COUNT,
+            self._flat.data_ptr(), self._width, self._stride, place.buffer_info()[0], 1, COUNT,
             self._token.buffer_info()[0], self._value.buffer_info()[0], state.ctypes.data,
         )  # fmt: skip
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.likeliest import MOST, likeliest, lines
-from truedraft.stores.ranks import COUNT, Ranks, ranks_of
-from truedraft.tree import Scores
+from truedraft.stores.ranks import COUNT, ranks_of
+from truedraft.tree import DraftTree, Scores
 
 TreeArrays = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
 GrowTree = Callable[..., TreeArrays]
@@ -53,21 +53,15 @@ class Successors:
             return []
         return [int(one) - 1 for one in self._table[token] if one]
 
-    def learn(self, tokens: Sequence[int], scores: Tensor | Scores) -> None:
+    def learn(self, tokens: Sequence[int], scores: Tensor) -> None:
         """Replace the successors of each of `tokens` by those of new scores.
 
         tokens: -1 for scores that are left out.
-        scores: (..., V), as many rows as tokens; a row without a possible token changes nothing. Those of a pass are
-            not read again where that has been done (`ranks.py`).
+        scores: (..., V), as many rows as tokens; a row without a possible token changes nothing.
 
         Raises:
             ValueError: not a row for each token.
         """
-        if isinstance(scores, Scores):
-            ranks, scores = ranks_of(scores), scores.logits
-            if ranks is not None and self.count <= COUNT:
-                self._learn(tokens, ranks, scores.shape[-1])
-                return
         if len(tokens) * scores.shape[-1] != scores.numel():
             raise ValueError(f"{len(tokens)} tokens, and scores of {scores.numel() // scores.shape[-1]}")
         self._reserve(max(scores.shape[-1], max(tokens) + 1))
@@ -83,13 +77,16 @@ class Successors:
                 self._table[token] = 0
                 self._table[token, : len(best)] = np.array(best) + 1
 
-    def _learn(self, tokens: Sequence[int], ranks: Ranks, vocabulary: int) -> None:
-        """As `learn`, from the ranks of a pass."""
-        self._reserve(max(vocabulary, max(tokens) + 1))
-        places = [place for place, token in enumerate(tokens) if token >= 0]
-        found, own = ranks.likeliest(places), np.array(tokens, np.int64)[places]
-        possible = found[:, 0] >= 0
-        self._table[own[possible]] = found[possible, : self.count] + 1  # of one token's, the last remain
+    def learn_pass(self, trees: Sequence[DraftTree], scores: Scores) -> None:
+        """`learn` the tokens of all nodes of a pass, whose scores are not read again where that has been done."""
+        ranks = ranks_of(scores) if self.count <= COUNT else None
+        if ranks is not None:
+            self._reserve(max(scores.logits.shape[-1], *[max(tree.tokens) + 1 for tree in trees]))
+            ranks.recycle(trees, self._table)
+        else:
+            width = scores.logits.shape[1]
+            padded = [token for tree in trees for token in (*tree.tokens, *[-1] * (width - len(tree)))]
+            self.learn(padded, scores.logits)
 
     def _reserve(self, tokens: int) -> None:
         """Have a line in the table for so many tokens."""
