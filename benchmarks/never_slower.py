@@ -67,17 +67,17 @@ BEFORE = 4  # calls of a warm side before those that are timed
 
 
 class Sides:
-    """The accelerated models of one state."""
+    """The accelerated models."""
 
     def __init__(self, model: Any, tokenizer: Any, draft: str):
-        self._made = lambda name: truedraft.accelerate(model, tokenizer, draft=draft if name == "drafts" else None)
-        self.fast: dict[str, Any] = {}
+        self._new = lambda: truedraft.accelerate(model, tokenizer, draft=draft)
+        self.fast = {name: truedraft.accelerate(model, tokenizer, draft=None) for name in SIDES}
 
     def fresh(self) -> None:
-        """New ones, as after the start of a process."""
-        self.fast = {}
+        """A new one with drafts, as after the start of a process; those without keep nothing from call to call."""
+        del self.fast["drafts"]
         gc.collect()
-        self.fast = {name: self._made(name) for name in SIDES}
+        self.fast["drafts"] = self._new()
 
     def timed(self, inputs: Any, tokens: int) -> tuple[dict[str, float], dict[str, Any]]:
         """Seconds of a call by side, and the report of the one with drafts."""
@@ -100,17 +100,12 @@ def calls(sides: Sides, state: str, inputs: dict[str, Any], args: argparse.Names
             sides.timed(inputs[kind], args.tokens)
     for turn in range(args.rounds):
         for kind, given in inputs.items():
-            if state == "warm":
-                sides.fast["drafts"].forget()
-            else:
-                sides.fresh()
-            if state == "fresh":
-                with tempfile.TemporaryDirectory() as folder:
-                    os.environ["XDG_CACHE_HOME"] = folder
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["XDG_CACHE_HOME"] = folder if state == "fresh" else args.stored
+                if state == "warm":
+                    sides.fast["drafts"].forget()
+                else:
                     sides.fresh()
-                    spent, report = sides.timed(given, args.tokens)
-                os.environ["XDG_CACHE_HOME"] = args.stored
-            else:
                 spent, report = sides.timed(given, args.tokens)
             rows.append({"state": state, "kind": kind, "round": turn, "seconds": spent, "report": report})
     return rows

@@ -54,7 +54,7 @@ class Engine:
         self._failed: list[Request] = []  # in the current step
         self._cohort: Cohort | None = None  # all rows; None once a row has entered or left
         # parts of a pass that `Stopwatch.attach` replaces by timed ones, as it does `_measure`, `_decide`, ...
-        self._read, self._score, self._commit = target.admit, target.score, target.commit
+        self._read, self._score = target.admit, target.score
         self._budget, self._prune, self._learn = control.budget, control.prune, control.observe
         self._draft: Callable[[Drafter, Sequence[Row], Sequence[int]], list[DraftTree]] = _drafts_of
 
@@ -84,7 +84,7 @@ class Engine:
         self.passes += 1
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
-        self._commit([one.path for one in accepted], cohort.first)
+        self._commit(cohort, accepted)
         active = cohort.without_failed() if self._failed else cohort
         self._observe(active, trees, scores, accepted)
         if cohort is self._cohort:
@@ -247,6 +247,9 @@ class Engine:
             del row.tokens[length:]
             row.end = end
         return [Accepted((0,), -1, True)] * len(rows)
+
+    def _commit(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
+        self.target.commit([one.path for one in accepted], cohort.first)
 
     def _observe(
         self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
