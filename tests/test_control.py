@@ -21,6 +21,7 @@ from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
+from truedraft.drafters._trees import path_probabilities
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
 from truedraft.runtime import latency
 from truedraft.runtime.curve import Curve
@@ -263,9 +264,9 @@ def test_a_pass_updates_the_costs_of_its_kind() -> None:
 def test_unverified_drafts_update_the_rates() -> None:
     """Tokens of a draft that was not verified are counted as they are emitted, for all depths."""
     rates, tree = AcceptanceRates(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
-    before = sum(rates.of_paths(tree)[1:])
+    before = sum(path_probabilities(tree, rates.confidences(tree))[1:])
     assert not OpenDraft(tree).follow([5, 5, 5], rates)
-    assert before < 1 and sum(rates.of_paths(tree)[1:]) > 3
+    assert before < 1 and sum(path_probabilities(tree, rates.confidences(tree))[1:]) > 3
 
 
 def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
@@ -280,7 +281,7 @@ def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
 def test_the_probability_of_a_node_is_that_of_its_path() -> None:
     rates = AcceptanceRates(0.9, 0.4, 0.5)
     tree = DraftTree((1, 5, 6, 7, 0), (-1, 0, 0, 2, 2), probes=frozenset({4}))
-    assert rates.of_paths(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
+    assert path_probabilities(tree, rates.confidences(tree)) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
 
 
 def test_rates_weigh_recent_observations_most() -> None:

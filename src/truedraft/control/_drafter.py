@@ -16,6 +16,7 @@ from truedraft.control._pass_costs import PassCosts
 from truedraft.control._probing import Probing
 from truedraft.control._trials import TrialBudget
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._trees import path_probabilities, ranked
 from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
@@ -167,7 +168,7 @@ class DrafterState:
         The sum over nodes of the probability that their paths are accepted; for a chain of constant rate this is
         equation 1 of Leviathan et al. (arXiv 2211.17192) without the bonus.
         """
-        paths = [row.rates.of_paths(tree) for row, tree in zip(rows, trees, strict=True)]
+        paths = [path_probabilities(tree, row.rates.confidences(tree)) for row, tree in zip(rows, trees, strict=True)]
         nodes = islice(zip_longest(*paths, fillvalue=0.0), 1, longest + 1)
         each = (len(rows) * math.prod(node) if self.lockstep else sum(node) for node in nodes)
         return list(accumulate(each, initial=0.0))
@@ -269,17 +270,8 @@ class Drafts:
             self.gains = [correction * gain for gain in self._expected]
 
     def _by_probability(self, trees: Sequence[DraftTree]) -> tuple[list[float], list[int]]:
-        """Expected accepted nodes of the 0, 1, ... most probable of all drafts, and the row of each of these nodes.
-
-        A node is as probable as those before it in its tree at most, so that each row has the first of its nodes.
-        """
-        ranked = [
-            (path, i)
-            for i, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
-            for path in islice(accumulate(row.rates.of_paths(tree), min), 1, None)
-        ]
-        ranked.sort(reverse=True)
-        return list(accumulate([path for path, _ in ranked], initial=0.0)), [i for _, i in ranked]
+        """Expected accepted nodes of the 0, 1, ... most probable of all drafts, and the row of each of these nodes."""
+        return ranked([(tree, row.rates.confidences(tree)) for row, tree in zip(self.rows, trees, strict=True)])
 
     def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
         """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""

@@ -16,7 +16,7 @@ from typing import Any
 from truedraft.stores._cursor import Cursor, Place
 
 CALLS = 4  # as in automaton.c
-ON_TREES = ("counted", "grown", "union", "follow", "settled", "walk", "recycle", "highest")
+ON_TREES = ("counted", "grown", "union", "follow", "settled", "walk", "recycle", "highest", "alone", "ranked")
 
 
 class AutomatonLayout(ctypes.Structure):

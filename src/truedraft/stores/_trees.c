@@ -163,6 +163,111 @@ end:
     return result;
 }
 
+static int is_probe(PyObject *probes, int any, Py_ssize_t node) {
+    if (!any) return 0;
+    PyObject *here = PyLong_FromSsize_t(node);
+    const int found = here ? PySequence_Contains(probes, here) : -1;
+    Py_XDECREF(here);
+    return found;
+}
+
+/* alone(owners, tokens, parents, probes, emitted, verified): see union.py. */
+static PyObject *alone(PyObject *self, PyObject *args) {
+    PyObject *owners, *tokens, *parents, *probes, *emitted, *result = NULL;
+    Py_ssize_t verified, right[TREES] = {0}, made[TREES] = {0}, node = 0, at = 0;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!n", &PyList_Type, &owners, &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &probes,
+                          &PyList_Type, &emitted, &verified))
+        return NULL;
+    const Py_ssize_t n = PyTuple_GET_SIZE(tokens);
+    const int any = PyObject_IsTrue(probes);
+    int trees = 0;
+    if (PyList_GET_SIZE(owners) != n || PyTuple_GET_SIZE(parents) != n || !n) {
+        PyErr_SetString(PyExc_ValueError, "nodes need a token, a parent and owners");
+        return NULL;
+    }
+    for (long all = PyLong_AsLong(PyList_GET_ITEM(owners, 0)); all > 0 && trees < TREES; all >>= 1) trees++;
+    for (Py_ssize_t i = 1; i < n; i++) { /* children follow their parents */
+        const long owner = PyLong_AsLong(PyList_GET_ITEM(owners, i));
+        int own = -1;
+        if (owner > 0 && !(owner & (owner - 1)))
+            for (own = 0; owner >> own > 1; own++) {}
+        if (own >= trees) own = -1;
+        if (own >= 0 && i <= verified) made[own]++;
+        if (at == PyList_GET_SIZE(emitted) || PyLong_AsSsize_t(PyTuple_GET_ITEM(parents, i)) != node) continue;
+        if (PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) != PyLong_AsLong(PyList_GET_ITEM(emitted, at))) continue;
+        if (is_probe(probes, any, i)) continue;
+        node = i, at++;
+        if (own >= 0 && i <= verified) right[own]++;
+    }
+    PyObject *rights = PyList_New(trees), *mades = PyList_New(trees);
+    for (int k = 0; rights && mades && k < trees; k++) {
+        PyList_SET_ITEM(rights, k, PyLong_FromSsize_t(right[k]));
+        PyList_SET_ITEM(mades, k, PyLong_FromSsize_t(made[k]));
+    }
+    if (!PyErr_Occurred()) result = PyTuple_Pack(2, rights, mades);
+    Py_XDECREF(rights);
+    Py_XDECREF(mades);
+    return result;
+}
+
+static int likelier_row(const void *a, const void *b) {
+    const Ranked *x = a, *y = b;
+    if (x->rank != y->rank) return x->rank < y->rank ? 1 : -1;
+    return y->node - x->node;
+}
+
+/* ranked(trees): see drafters/_trees.py. A tree is (parents, confidences, probes). */
+static PyObject *ranked(PyObject *self, PyObject *args) {
+    PyObject *trees, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &trees)) return NULL;
+    const Py_ssize_t rows = PyList_GET_SIZE(trees);
+    Py_ssize_t all = 0, most = 1, n = 0;
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        PyObject *parents, *confidences, *probes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(trees, row), "O!O!O", &PyTuple_Type, &parents, &PyTuple_Type, &confidences, &probes))
+            return NULL;
+        const Py_ssize_t size = PyTuple_GET_SIZE(parents);
+        if (PyTuple_GET_SIZE(confidences) != size) {
+            PyErr_SetString(PyExc_ValueError, "nodes need a parent and a confidence each");
+            return NULL;
+        }
+        all += size, most = size > most ? size : most;
+    }
+    Ranked *order = PyMem_Malloc((size_t)(all + 1) * sizeof(Ranked) + (size_t)most * sizeof(double));
+    if (!order) return PyErr_NoMemory();
+    double *path = (double *)(order + all + 1);
+    for (Py_ssize_t row = 0; row < rows && !PyErr_Occurred(); row++) {
+        PyObject *parents, *confidences, *probes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(trees, row), "OOO", &parents, &confidences, &probes)) break;
+        const int any = PyObject_IsTrue(probes);
+        double least = path[0] = 1;
+        for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(parents); i++) {
+            const Py_ssize_t up = PyLong_AsSsize_t(PyTuple_GET_ITEM(parents, i));
+            if (up < 0 || up >= i) {
+                if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "parents must point backwards");
+                break;
+            }
+            path[i] = is_probe(probes, any, i) ? 0 : path[up] * PyFloat_AsDouble(PyTuple_GET_ITEM(confidences, i));
+            if (path[i] < least) least = path[i];
+            order[n++] = (Ranked){least, (int32_t)row};
+        }
+    }
+    if (!PyErr_Occurred()) {
+        qsort(order, (size_t)n, sizeof(Ranked), likelier_row);
+        PyObject *gains = PyList_New(n + 1), *of = PyList_New(n);
+        double sum = 0;
+        for (Py_ssize_t i = 0; gains && of && i <= n; i++) {
+            PyList_SET_ITEM(gains, i, PyFloat_FromDouble(sum));
+            if (i < n) PyList_SET_ITEM(of, i, PyLong_FromLong(order[i].node)), sum += order[i].rank;
+        }
+        if (!PyErr_Occurred()) result = PyTuple_Pack(2, gains, of);
+        Py_XDECREF(gains);
+        Py_XDECREF(of);
+    }
+    PyMem_Free(order);
+    return result;
+}
+
 /* Counts by bin of the confidence, of all rows and of one: nodes verified, and nodes accepted. */
 typedef struct {
     Py_buffer edges, right, tried, mine_right, mine_tried;
@@ -538,6 +643,8 @@ static PyObject *highest(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
+    {"alone", alone, METH_VARARGS, "alone(owners, tokens, parents, probes, emitted, verified) -> right, made."},
+    {"ranked", ranked, METH_VARARGS, "ranked(trees) -> gains by size, the row of each node."},
     {"walk", walk, METH_VARARGS, "walk(lines, firsts, trees) -> paths and the tokens after them."},
     {"recycle", recycle, METH_VARARGS, "recycle(lines, firsts, tokens, table, count): keeps the likeliest successors."},
     {"highest", highest, METH_VARARGS, "highest(lines, firsts, paths) -> the two largest scores at each node."},
