@@ -200,8 +200,8 @@ def share(vocabulary: int = 150_000, nodes: int = 32, rounds: int = 20) -> None:
             torch.manual_seed(turn)
             start = time.perf_counter()
             at_once = isinstance(rule, ArgmaxRule)
-            tokens = rule.decide_all_nodes(logits, [row], [tree], table, chance) if at_once else None
             scores, stops = Scores(logits, {}, [0]), Stops(LONG, history, table)
+            tokens = rule.decide_all_nodes(scores, [row], [tree], table, chance) if at_once else None
             rule.verify(Verification([row], [tree], scores, table, stops, chance, 0, tokens))
             took.append(time.perf_counter() - start)
         print(f"| `{name}` | {1e3 * sorted(took)[len(took) // 2]:.1f} |")

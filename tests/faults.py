@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from truedraft.accept._verification import first_children
 from truedraft.caches.rows import CacheCursor, RowCache
 from truedraft.chance import StreamNoise
 from truedraft.sampling import History
 from truedraft.stopping import Stops
+from truedraft.stores.ranks import Ranks
 from truedraft.tree import DraftTree, Row
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -45,9 +47,40 @@ def _any_child(self: DraftTree, node: int, token: int) -> int | None:
     return next(iter(self.shape.children[node]), None)
 
 
+def _first_children(self: Ranks, trees: Sequence[DraftTree]) -> list[Any]:
+    paths = [first_children(tree) for tree in trees]
+    return [(path, tokens[path[-1]]) for path, tokens in zip(paths, self, strict=True)]
+
+
+def accepted_unverified(patch: pytest.MonkeyPatch) -> None:
+    """Every draft is accepted, as far as first children go."""
+    patch.setattr(DraftTree, "child", _any_child)
+    patch.setattr(Ranks, "paths", _first_children)
+
+
 def _length_limit_only(self: Stops, rows: Sequence[Row]) -> None:
     for row in rows:
         row.end = len(row.tokens) if row.step == self.steps else None
+
+
+def emitting_one_by_one(patch: pytest.MonkeyPatch, ending: Callable[[Stops, Sequence[Row]], None]) -> None:
+    """Rows end by `ending`, which is called after each token."""
+
+    def emit(self: Stops, row: Row, tokens: Sequence[int]) -> int:
+        before = len(row.tokens)
+        for token in tokens:
+            row.tokens.append(token)
+            ending(self, [row])
+            if row.ended:
+                break
+        return len(row.tokens) - before
+
+    patch.setattr(Stops, "__call__", ending)
+    patch.setattr(Stops, "emit", emit)
+
+
+def eos_ignored(patch: pytest.MonkeyPatch) -> None:
+    emitting_one_by_one(patch, _length_limit_only)
 
 
 def _every_other_token(self: History, rows: Sequence[Row]) -> None:
@@ -85,6 +118,6 @@ SCRATCH_COMMITTED = replaced(RowCache, "advance", _scratch_committed)
 COMMITTED_OVERWRITTEN = replaced(CacheCursor, "behind_scratch", _one_position_early)
 FIRST_NODES_KEPT = replaced(RowCache, "commit", _keep_first_nodes)
 REJECTED_KEPT = replaced(RowCache, "commit", _keep_rejected)
-ACCEPTED_UNVERIFIED = replaced(DraftTree, "child", _any_child)
-EOS_IGNORED = replaced(Stops, "__call__", _length_limit_only)
+ACCEPTED_UNVERIFIED: Fault = accepted_unverified
+EOS_IGNORED: Fault = eos_ignored
 STALE_HISTORY = replaced(History, "_catch_up", _every_other_token)

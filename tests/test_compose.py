@@ -16,7 +16,7 @@ from truedraft import Card, Drafter, DraftTree, Refused, registry
 from truedraft.drafters._base import PassCost, PerRow
 from truedraft.drafters._calibration import EDGES, BinCounts, Calibration, follow, settled
 from truedraft.drafters._compose import Cascade, Fallback, Merge, Route, compose
-from truedraft.drafters._trees import counted_in_python
+from truedraft.drafters._trees import counted_in_python, ranked
 from truedraft.stores import union as union_module
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.union import union
@@ -166,6 +166,39 @@ def test_confidences_from_counts_are_equal_in_c_and_in_python() -> None:
         compiled().counted(7, 9, [1], [1], [1], [0.5])
     with pytest.raises(ValueError, match="a parent and a count"):
         compiled().counted(7, 9, [1], [], [1], [0.5])
+
+
+@pytest.mark.skipif(compiled() is None, reason="it was not compiled")
+def test_own_nodes_and_ranks_are_equal_in_c_and_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, cases = random.Random(2), []
+    for _ in range(200):
+        trees = [random_tree(rng) for _ in range(3)]
+        emitted, verified = [rng.randrange(4) for _ in range(rng.randrange(6))], rng.randrange(20)
+        cases.append((union(trees, rng.randrange(12)), emitted, verified, trees))
+
+    def results() -> list[object]:
+        ranks = [ranked([(tree, tree.confidence or ()) for tree in trees]) for *_, trees in cases]
+        return [*[joined.alone(emitted, verified) for joined, emitted, verified, _ in cases], *ranks]
+
+    found = results()
+    monkeypatch.setattr(union_module, "compiled", lambda: None)
+    monkeypatch.setattr("truedraft.drafters._trees.trees", lambda: None)
+    assert found == results()
+    assert sum(sum(right) for right, _ in found[:200]) > 50  # type: ignore[misc, attr-defined]
+    with pytest.raises(ValueError, match="point backwards"):
+        compiled().ranked([((-1, 1), (1.0, 0.5), frozenset())])
+    with pytest.raises(ValueError, match="a parent and a confidence"):
+        compiled().ranked([((-1, 0), (1.0,), frozenset())])
+    with pytest.raises(ValueError, match="a parent and owners"):
+        compiled().alone([3], (1, 2), (-1, 0), frozenset(), [2], 1)
+
+
+def test_the_nodes_of_several_drafts_are_ranked_by_their_paths() -> None:
+    one = DraftTree.chain(1, [5, 6], [0.5, 0.5])
+    other = DraftTree((1, 7, 8, 9), (-1, 0, 0, 1), probes=frozenset({2}), confidence=(1.0, 0.75, 0.9, 0.5))
+    gains, of = ranked([(one, (1.0, 0.5, 0.5)), (other, (1.0, 0.75, 0.9, 0.5))])
+    assert of == [1, 0, 0, 1, 1], "the probe is never right, and those behind it come after it"
+    assert gains == [0.0, 0.75, 1.25, 1.5, 1.5, 1.5]
 
 
 def test_confidence_is_halved_where_nodes_are_right_half_as_often() -> None:

@@ -21,6 +21,7 @@ from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
 from truedraft.control.cost import Cost
+from truedraft.drafters._trees import path_probabilities
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
 from truedraft.runtime import latency
 from truedraft.runtime.curve import Curve
@@ -263,9 +264,9 @@ def test_a_pass_updates_the_costs_of_its_kind() -> None:
 def test_unverified_drafts_update_the_rates() -> None:
     """Tokens of a draft that was not verified are counted as they are emitted, for all depths."""
     rates, tree = AcceptanceRates(0.9, 0.15, 0.85), DraftTree.chain(1, [5] * 10)
-    before = sum(rates.of_paths(tree)[1:])
+    before = sum(path_probabilities(tree, rates.confidences(tree))[1:])
     assert not OpenDraft(tree).follow([5, 5, 5], rates)
-    assert before < 1 and sum(rates.of_paths(tree)[1:]) > 3
+    assert before < 1 and sum(path_probabilities(tree, rates.confidences(tree))[1:]) > 3
 
 
 def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
@@ -280,7 +281,7 @@ def test_a_draft_is_followed_along_a_branch_over_several_passes() -> None:
 def test_the_probability_of_a_node_is_that_of_its_path() -> None:
     rates = AcceptanceRates(0.9, 0.4, 0.5)
     tree = DraftTree((1, 5, 6, 7, 0), (-1, 0, 0, 2, 2), probes=frozenset({4}))
-    assert rates.of_paths(tree) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
+    assert path_probabilities(tree, rates.confidences(tree)) == pytest.approx([1, 0.4, 0.2, 0.1, 0])
 
 
 def test_rates_weigh_recent_observations_most() -> None:
@@ -565,6 +566,44 @@ def test_readings_of_prompts_stay_within_the_slack() -> None:
     assert passes < lost < control.slack * calls * passes + 3 * passes
 
 
+def test_until_costs_are_known_only_confident_drafts_are_verified() -> None:
+    """A long copy is verified at once; a guess, for which typical costs would pay, is not."""
+    for confidence, verified in ((0.95, True), (0.3, False)):
+        fresh = SimpleNamespace(
+            kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve, most: curve
+        )  # fmt: skip
+        control, row = opened(DRAFTER, fresh), row_of()
+        control.start([row])
+        sizes = []
+        for _ in range(3):
+            (most,) = control.budget([row])
+            tree = DraftTree.chain(row.tokens[-1], [7] * most, [confidence] * most)
+            sizes.append(len(control.prune([row], [tree])[0]) - 1)
+            spend(control, target=1.0)
+            row.tokens += [2]
+            control.observe([row], [], [])
+        assert sizes[:2] == [0, 0] and (sizes[2] > 4) is verified and bool(sizes[2]) is verified
+
+
+@pytest.mark.parametrize("drafted", [0, 1], ids=["nothing", "guesses"])
+def test_what_drafts_lose_before_any_pays_is_made_up_before_trials(drafted: int) -> None:
+    """Drafts of a tenth of a pass, empty or never right: they end after some tries, and take the slack from then on."""
+    control, lost, passes = opened(DRAFTER, FLAT), [], 600
+    row = row_of()
+    control.start([row])
+    for _ in range(passes):
+        (most,) = control.budget([row])
+        lost.append(0.1 if most else 0.0)
+        spend(control, draft=lost[-1])
+        control.prune([row], [DraftTree.chain(row.tokens[-1], [9] * min(most, drafted))])
+        spend(control, target=1.0)
+        row.tokens += [2]
+        control.observe([row], [], [])
+    assert sum(lost[:300]) < 300 * control.slack + 3.0
+    assert sum(lost[300:]) < 300 * control.slack + 0.5, "what was lost first is not lost again"
+    assert sum(lost[-100:]) > 0, "it is tried again"
+
+
 def test_drafting_begins_after_the_first_passes_were_timed() -> None:
     fresh = SimpleNamespace(kept=None, initial=lambda: Curve.typical(1, 1e-3), measure=lambda steps, curve, most: curve)
     control, row = opened(DRAFTER, fresh), row_of()
@@ -576,7 +615,7 @@ def test_drafting_begins_after_the_first_passes_were_timed() -> None:
         spend(control, target=spent)
         row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
-    assert sizes[:2] == [0, 0] and sizes[2] > 0 and sizes[-1] == 10
+    assert sizes[:3] == [0, 0, 0] and sizes[4] > 0 and sizes[-1] == 10, "one draft is right before any is verified"
     assert control._costs.curve(1) == pytest.approx(1.0)
 
 

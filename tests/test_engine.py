@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +19,16 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList as Cr
 from scripted import END, PAD, Likeliest, Lockstep, Plain, Pruning, RandomDrafts, Target, V, next_token
 from truedraft import DraftTree
 from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
-from truedraft.accept._verification import Verification
+from truedraft.accept._verification import Candidates, Verification
 from truedraft.accept.greedy import Greedy
-from truedraft.chance import Replay
+from truedraft.chance import Chance, Replay
 from truedraft.engine import Engine
 from truedraft.request import Request
 from truedraft.sampling import History, Laws
-from truedraft.stats import Pass
+from truedraft.stats import PARTS, Pass, percentages, shares
 from truedraft.stopping import Stops
 from truedraft.stopwatch import Stopwatch
-from truedraft.tree import Accepted, Prompt, Row, Taps
+from truedraft.tree import Accepted, Prompt, Row, Scores, Taps
 
 ROOM, SEEDS = 9, 12
 EARLY = 3  # tokens of the first row in lockstep
@@ -281,6 +282,8 @@ def test_order_and_timing_of_the_calls_in_a_pass() -> None:
         "draft_prefill",
         "observe",
         "target",
+        "verify",
+        "commit",
     }
     assert setting.control.times is setting.watch.times
     assert setting.control.drafting == {id(setting.drafter): setting.watch.times.draft}
@@ -290,6 +293,66 @@ def test_order_and_timing_of_the_calls_in_a_pass() -> None:
     decided = Setting(1, rule=Greedy())
     decided.decode()
     assert "wait" not in decided.events, "reading the logits has waited already"
+
+
+class Slow(Likeliest):
+    """Notes each choice, which then takes time by the clock of `Ticking`."""
+
+    note: Callable[[str], None]
+
+    def choose(
+        self, scores: Tensor, candidates: Sequence[Candidates], rows: Sequence[Row], chance: Chance
+    ) -> list[int]:
+        self.note("choose")
+        return super().choose(scores, candidates, rows, chance)
+
+
+class Ticking(Setting):
+    """A setting whose clock only its events move: by the power of two of their place in EVENTS."""
+
+    EVENTS = (
+        "open", "start", "admit", "wait", "commit", "observe", "propose", "prune", "score", "learn", "choose",
+        "drafter ends", "control ends", "release",
+    )  # fmt: skip
+    now = 0.0
+
+    def note(self, event: str) -> None:
+        super().note(event)
+        self.now += 2 ** self.EVENTS.index(event)
+
+    def spent(self, *events: str) -> float:
+        return sum(2.0 ** self.EVENTS.index(event) for event in self.events if event in events)
+
+
+def test_parts_of_steps_add_up_to_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Ticking(1, rule=(rule := Slow()))
+    rule.note = setting.note
+    monkeypatch.setattr(time, "perf_counter", lambda: setting.now)
+    setting.engine.step = setting.watch.timed_steps(setting.engine.step)  # type: ignore[method-assign]
+    setting.decode()
+    of = setting.watch.times
+    assert of.measure == setting.spent("open") and of.prefill == setting.spent("admit")
+    assert of.target == setting.spent("score", "wait"), "the wait within the verification is the target's"
+    assert of.verify == setting.spent("choose") and of.commit == setting.spent("commit")
+    assert of.draft == setting.spent("propose") and of.observe == setting.spent("start", "observe")
+    assert of.control == setting.spent("prune", "learn")
+    assert of.all == setting.now
+    parts = shares({**setting.watch.seconds, "call": 2 * setting.now})
+    assert sum(parts.values()) == pytest.approx(1) and parts["outside"] == 0.5
+    assert parts["loop"] == setting.spent("drafter ends", "control ends", "release") / (2 * setting.now)
+    assert {*PARTS, "loop", "outside"} == {*parts}
+
+
+def test_percentages_add_up_to_a_hundred() -> None:
+    assert percentages({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 34, "b": 33, "c": 33}
+    assert percentages({"a": 0.996, "b": 0.004}) == {"a": 100, "b": 0}
+    rng = random.Random(0)
+    for _ in range(200):
+        parts = {str(i): rng.random() ** 4 for i in range(rng.randint(1, 9))}
+        whole = sum(parts.values())
+        found = percentages({part: share / whole for part, share in parts.items()})
+        assert sum(found.values()) == 100
+        assert all(abs(found[part] - 100 * share / whole) < 1 for part, share in parts.items())
 
 
 def test_noise_is_notified_of_the_steps_of_rows() -> None:
@@ -343,9 +406,9 @@ def test_rule_adds_probes_and_verifies_every_pass() -> None:
 class DecidesAllNodes(Likeliest, ArgmaxRule):
     """Decides all nodes at once, and records the arguments."""
 
-    def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
+    def decide_all_nodes(self, scores: Scores, rows: Any, trees: Any, laws: Any, chance: Any) -> list[list[int]]:
         self.given = ([row.index for row in rows], len(trees), laws, chance)
-        return logits.argmax(-1).tolist()
+        return scores.logits.argmax(-1).tolist()
 
     def keys(self, scores: Tensor, chance: Any) -> Tensor:
         return scores

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from drafters_for_tests import Noise
 from models import ARCHITECTURES, ragged, tiny
 from nets import RULES, Counting, text_net
 from truedraft import Refused, registry
+from truedraft.stats import shares
 
 
 class Recorder(BaseStreamer):
@@ -123,6 +126,28 @@ def test_references_are_copied_from() -> None:
     for references in ([answer[0]], [answer[0].tolist(), [9, 9]], [[answer[0].tolist()]]):
         assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False, references=references), answer)
         assert fast.report().mean_acceptance_length > 4
+
+
+def test_report_names_all_of_a_calls_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = truedraft.accelerate(tiny()), 0.02
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            time.sleep(slow / 10)
+
+        def end(self) -> None:
+            time.sleep(slow)
+
+    began = time.perf_counter()
+    fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, streamer=Streamer())
+    seconds, spent = fast.report().seconds, time.perf_counter() - began
+    assert seconds["all"] < seconds["call"] < spent
+    parts = shares(seconds)
+    assert sum(parts.values()) == pytest.approx(1)
+    assert parts["outside"] * seconds["call"] > 2 * slow, "the streamer receives tokens between steps"
+    line = dict(fast.report().described())["time"]
+    assert sum(int(share) for share in re.findall(r"(\d+)%", line)) == 100
+    assert {"target", "verify", "outside"} <= {*re.findall("[a-z]+", line)}
 
 
 def test_coupling_processor_receives_ended_rows_padded() -> None:

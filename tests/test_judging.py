@@ -66,8 +66,9 @@ def emitted(
     laws = Laws(LogitsProcessorList(processors), history)
     stops = Stops(StoppingCriteriaList([MaxLengthCriteria(rows[0].prompt + ROOM)]), history, laws)
     before = [len(row.tokens) for row in rows]
-    tokens = rule.decide_all_nodes(logits, rows, trees, laws, chance) if isinstance(rule, ArgmaxRule) else None
-    rule.verify(Verification(rows, trees, Scores(logits, {}, [0] * len(rows)), laws, stops, chance, 0, tokens))
+    scores = Scores(logits, {}, [0] * len(rows))
+    tokens = rule.decide_all_nodes(scores, rows, trees, laws, chance) if isinstance(rule, ArgmaxRule) else None
+    rule.verify(Verification(rows, trees, scores, laws, stops, chance, 0, tokens))
     return [tuple(row.tokens[n:]) for row, n in zip(rows, before, strict=True)]
 
 
@@ -554,18 +555,19 @@ def test_seeded_decides_all_nodes_if_their_noise_is_given() -> None:
     verifier, row, tree = registry.load("accept", "seeded"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.5], [4.0, 0.5, 0.0]]])
+    scores = Scores(logits, {}, [0])
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
     for laws, scale in ((Laws(LogitsProcessorList(), history), 1.0), (warped, 2.0)):
         expected = ((scale * logits).softmax(-1) / GivenNoise.noise).argmax(-1).tolist()
-        assert verifier.decide_all_nodes(logits, [row], [tree], laws, GivenNoise(1)) == expected
-        assert verifier.decide_all_nodes(logits, [row], [tree], laws, StreamNoise(1)) is None
+        assert verifier.decide_all_nodes(scores, [row], [tree], laws, GivenNoise(1)) == expected
+        assert verifier.decide_all_nodes(scores, [row], [tree], laws, StreamNoise(1)) is None
     logits[0, 1, 2] = torch.nan
-    assert verifier.decide_all_nodes(logits, [row], [tree], warped, GivenNoise(1))[0][1] == -1
+    assert verifier.decide_all_nodes(scores, [row], [tree], warped, GivenNoise(1))[0][1] == -1
     for laws in (
         Laws(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), history),
         Laws(LogitsProcessorList(), history, keep_scores=True),
     ):
-        assert verifier.decide_all_nodes(logits, [row], [tree], laws, GivenNoise(1)) is None
+        assert verifier.decide_all_nodes(scores, [row], [tree], laws, GivenNoise(1)) is None
 
 
 def test_seeded_draws_as_torch_multinomial() -> None:
@@ -581,11 +583,12 @@ def test_greedy_chooses_the_first_of_the_likeliest_tokens() -> None:
     verifier, row, tree = registry.load("accept", "greedy"), Row(0, [1], 1, ROOM), DraftTree.chain(1, [2])
     history = History(torch.zeros(1, 1), ROOM, 0, [row])
     logits = torch.tensor([[[1.0, 2.0, 2.0], [4.0, 0.5, 0.0]]])
+    scores = Scores(logits, {}, [0])
     assert verifier.choose(logits[0], [Candidates(()), Candidates(())], [row, row], StreamNoise(1)) == [1, 0]
-    (tokens,) = verifier.decide_all_nodes(logits, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1))
+    (tokens,) = verifier.decide_all_nodes(scores, [row], [tree], Laws(LogitsProcessorList(), history), StreamNoise(1))
     assert list(tokens) == [1, 0]
     warped = Laws(LogitsProcessorList([TemperatureLogitsWarper(0.5)]), history)
-    assert verifier.decide_all_nodes(logits, [row], [tree], warped, StreamNoise(1)) is None
+    assert verifier.decide_all_nodes(scores, [row], [tree], warped, StreamNoise(1)) is None
 
 
 def test_accept_exports_the_optimal_acceptance() -> None:

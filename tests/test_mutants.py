@@ -47,7 +47,7 @@ from truedraft.runtime.skipping import SkippableLayers
 from truedraft.runtime.sparse_ops import SparseOps
 from truedraft.stopping import Stops
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.tree import Row
+from truedraft.tree import Row, Scores
 from truedraft.tree_shape import TreeShape
 from truedraft.views._base import Reduction
 from truedraft.views._neurons import Neurons
@@ -110,8 +110,8 @@ def wrong_operands(kind: OpKind, **fields: int) -> Fault:
 true_leave, true_places = Engine._leave, ViewReader._places
 
 
-def second_best(self: Greedy, scores: Tensor, *_: Any) -> list[int]:
-    return scores.topk(2).indices[..., 1].tolist()
+def second_best(self: Greedy, scores: Scores, *_: Any) -> list[list[int]]:
+    return scores.logits.topk(2).indices[..., 1].tolist()
 
 
 def overshoot(self: Stops, rows: Sequence[Row]) -> None:
@@ -389,7 +389,7 @@ MUTANTS: dict[str, tuple[Fault, Net]] = {
     "routing weights not normalised": (wrong_operands(OpKind.ROUTE, mode=0), nodes_of_experts),
     "commit of the first k nodes": (faults.FIRST_NODES_KEPT, nodes),
     "rejected KV kept": (faults.REJECTED_KEPT, nodes),
-    "overshot length": (replaced(Stops, "__call__", overshoot), text()),
+    "overshot length": (lambda patch: faults.emitting_one_by_one(patch, overshoot), text()),
     "end of text ignored inside a draft": (faults.EOS_IGNORED, text_with_eos),
     "stale penalty history": (faults.STALE_HISTORY, text(repetition_penalty=1.8)),
     "noise tied to the draws made": (faults.noise_per_draw, text("seeded")),

@@ -14,7 +14,7 @@ from truedraft import DraftTree, registry
 from truedraft.accept.seeded import Seeded
 from truedraft.chance import PositionNoise, StreamNoise
 from truedraft.sampling import History, Laws
-from truedraft.tree import Row
+from truedraft.tree import Row, Scores
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +86,6 @@ def test_nan_in_a_law_is_reported_only_at_visited_nodes() -> None:
     logits[0, 1] = torch.nan
     laws = Laws(LogitsProcessorList(), History(torch.tensor([[1]]), 9, 0, [row]))
     decided = registry.load("accept", "seeded").decide_all_nodes(
-        logits, [row], [DraftTree.chain(1, [2])], laws, StreamNoise(1)
+        Scores(logits, {}, [0]), [row], [DraftTree.chain(1, [2])], laws, StreamNoise(1)
     )
     assert decided[0][0] >= 0 and decided[0][1] == -1

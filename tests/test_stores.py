@@ -16,11 +16,12 @@ import torch
 from truedraft.drafters.lookup.token_recycling import template
 from truedraft.runtime import native as runtime
 from truedraft.stores import _native, trigrams
-from truedraft.stores._cursor import SEPARATOR, Cursor, Sizes
+from truedraft.stores._cursor import SEPARATOR, Cursor, Place, Search, Sizes
 from truedraft.stores._native import library
 from truedraft.stores._pure import PythonAutomaton
 from truedraft.stores.automaton import Automaton, CompiledAutomaton, automaton
-from truedraft.stores.likeliest import largest, largest_on_demand, likeliest, likeliest_with_chances, two_largest
+from truedraft.stores.likeliest import largest, likeliest, likeliest_with_chances, two_largest
+from truedraft.stores.ranks import Ranks
 from truedraft.stores.successors import Successors
 from truedraft.tree import DraftTree
 
@@ -200,6 +201,76 @@ def test_module_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
     assert _native.trees.__wrapped__() is None
 
 
+def edited(source: Sequence[int], pick: random.Random) -> list[int]:
+    """A source with tokens replaced, inserted and deleted, parts left out and parts repeated."""
+    out: list[int] = []
+    at = 0
+    while at < len(source):
+        change = pick.random()
+        if change < 0.04:
+            out.append(pick.randrange(60))
+        elif change < 0.08:
+            at = min(at + 1, len(source) - 1)
+        elif change < 0.1:
+            at = min(at + pick.randrange(90), len(source) - 1)
+        elif change < 0.12:
+            at = max(at - pick.randrange(30), 0)
+        out.append(source[at] if pick.random() > 0.03 else pick.randrange(60))
+        at += 1
+    return [token for token in out if token >= 0]
+
+
+def nearest(source: Sequence[int], at: int, last: Sequence[int], reach: int) -> tuple[float, int, int]:
+    """By definition: the best score of a match of the last tokens near a place, with the place after it, its length."""
+    found = (0.0, -1, 0)
+    for end in range(max(at - reach, 1), min(at + reach, len(source)) + 1):
+        matches = [n for n in range(1, len(last) + 1) if n <= end and source[end - n : end] == last[-n:]]
+        if matches:
+            score = 2 * max(matches) - math.log2(1 + abs(end - at))
+            found = max(found, (score, -end, max(matches)))  # of equal ones the first
+    return found[0], -found[1], found[2]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own text", "document"])
+@pytest.mark.parametrize("vocabulary", [4, 60])
+def test_places_in_an_input_are_alike_in_both_forms_and_by_definition(own: bool, vocabulary: int) -> None:
+    pick = random.Random(vocabulary)
+    moved = lost = 0
+    for _ in range(80):
+        search = Search(pick.randint(1, 3), pick.randint(3, 6), 8, pick.randrange(70), pick.randrange(6), 0.5)
+        source = [pick.randrange(vocabulary) for _ in range(pick.randint(5, 150))]
+        if not own:
+            source[pick.randrange(len(source))] = SEPARATOR
+        output = edited(source, pick)
+        found = []
+        for make in FORMS.values():
+            text, cursor, place, row = make(128), Cursor(), Place(-1), []
+            if own:
+                row += source
+                text.read(cursor, source)
+            else:
+                text.extend(source)
+            steps, lengths = [], random.Random(1)
+            at = 0
+            while at < len(output):
+                new = output[at : at + lengths.choice([1, 1, 1, 2, 9])]
+                (text.read if own else text.follow)(cursor, new)
+                row += new
+                before = (place.at, place.run, place.wrong)
+                text.locate(cursor, place, len(source), row[-len(new) - 7 :], len(new), search)
+                steps.append((place.at, place.run, place.wrong))
+                if len(new) == 1 and before[0] >= 0 and source[before[0] : before[0] + 1] != new:
+                    score, end, length = nearest(source, before[0], row[-8:], search.reach)
+                    if score > 0.5:
+                        assert steps[-1] == (end, length, 0)
+                        moved += 1
+                lost += place.at < 0
+                at += len(new)
+            found.append(steps)
+        assert all(steps == found[0] for steps in found)
+    assert moved > 20 and lost > 20, (moved, lost)
+
+
 @pytest.mark.skipif(library() is None, reason="the structures were not compiled")
 def test_invalid_arguments_are_harmless() -> None:
     """Counts below zero and beyond all arrays, cursors of other texts, tokens without a line."""
@@ -216,6 +287,8 @@ def test_invalid_arguments_are_harmless() -> None:
             lambda: made.first(cursor),
             lambda: made.follow(cursor.copy(), [1, 2]),
             lambda: made.shorten(cursor.copy(), 3),
+            lambda: made.locate(cursor, Place(10**12), 10**12, [1, 2], 10**6, Search(-5, -5, -5, 2**40, -5, math.nan)),
+            lambda: made.locate(cursor, Place(-9), -9, [], 3, Search(1, 1, 10**6, -1, 2**40, 0.5)),
         ):
             use()
     assert made.grow(Cursor(), -5) == ([], [], []) and made.copy(Cursor(), 1, -5) == []
@@ -364,8 +437,8 @@ def test_largest_is_the_first_maximum_and_minus_one_for_nan(shape: tuple[int, ..
     expected[(0,) * expected.dim()] = -1
     assert largest(scores) == expected.tolist() and largest(scores.double()) == expected.tolist()
     if scores.dim() == 3:
-        for found in (largest_on_demand(scores), largest_on_demand(scores.double())):
-            assert [[line[node] for node in range(len(line))] for line in found] == expected.tolist()
+        ranks = Ranks(scores)
+        assert [[line[node] for node in range(len(line))] for line in ranks] == expected.tolist()
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (3, 700), (2, 3, 64), (2, 4, 1000)])

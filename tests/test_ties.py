@@ -70,8 +70,8 @@ class RecordingGreedy(Greedy):
         self.chosen.append((candidates, rows))
         return scores.argmax(-1).tolist()
 
-    def decide_all_nodes(self, logits: Tensor, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:
-        return logits.argmax(-1).tolist()
+    def decide_all_nodes(self, scores: Scores, rows: Any, trees: Any, laws: Any, chance: Any) -> Any:
+        return scores.logits.argmax(-1).tolist()
 
 
 NO_PROCESSORS: Any = SimpleNamespace(gain=1.0, again=lambda row, logits: logits)
@@ -80,9 +80,10 @@ NO_PROCESSORS: Any = SimpleNamespace(gain=1.0, again=lambda row, logits: logits)
 def verify_pass(counted: Any, logits: Tensor, paths: Any, rows: Any) -> None:
     """Verify a pass with logits (rows, nodes, V) in which these paths are accepted."""
     accepted = [Accepted(tuple(path), 0, row.ended) for path, row in zip(paths, rows, strict=True)]
-    tokens = counted.decide_all_nodes(logits, rows, [], NO_PROCESSORS, None)
+    scores = Scores(logits, {}, [0] * len(rows))
+    tokens = counted.decide_all_nodes(scores, rows, [], NO_PROCESSORS, None)
     given: Any = SimpleNamespace(
-        rows=rows, scores=Scores(logits, {}, [0] * len(rows)), chance=None, tokens=tokens,
+        rows=rows, scores=scores, chance=None, tokens=tokens,
         followed=lambda found: accepted if found is tokens else None,
     )  # fmt: skip
     assert counted.verify(given) == accepted
@@ -126,7 +127,7 @@ def test_near_ties_are_counted_and_rechecked_node_by_node() -> None:
         assert counted.rate == expected and counted.inner.chosen == [(["a", "b"], rows)]
     rule = RecordingGreedy()
     again: Any = NearTies(rule, NO_PROCESSORS, noise=0.25, again=lambda row: torch.tensor(node(0.0, 5.0)))
-    assert again.decide_all_nodes(scores[None], [running], [], NO_PROCESSORS, None) is None
+    assert again.decide_all_nodes(Scores(scores[None], {}, [0]), [running], [], NO_PROCESSORS, None) is None
     assert again.choose(scores, ["a", "b"], [running, running], None) == [3, 1]
     assert rule.chosen[1] == (["b"], [running])
 

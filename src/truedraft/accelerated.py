@@ -200,8 +200,7 @@ class Accelerated(StandIn):
         assistant = assistant_of(kwargs)
         sources, streamer = sources_of(inputs, kwargs), kwargs.get("streamer")
         call = Call(references, assistant, seed, chance, namespace, streamer, on_pass, on_read, sources)
-        with self._call(), defaults():
-            self._report = None
+        with self._call(), defaults(), self._reporting():
             check_arguments(self.target, inputs, kwargs)
             if self.target.changed:
                 self.target = hosted(self.model, *self._hosting)
@@ -279,7 +278,7 @@ class Accelerated(StandIn):
         watch.attach(engine)
         engine.admit(request)
         self.target.on_read = call.on_read
-        advance = watch.timed("all", engine.step)
+        advance = watch.timed_steps(engine.step)
         try:
             while engine.running:
                 advance()

@@ -98,7 +98,7 @@ class ContinuousEngine:
             self._engine: Engine | None = self._made(control, piece_seconds, prefix_bytes, share_prefixes)
         self._watch, self._control = Stopwatch(), control
         self._watch.attach(self._engine)
-        self._step = self._watch.timed("all", self._engine.step)
+        self._step = self._watch.timed_steps(self._engine.step)
         self._totals = Totals()
         self._compared = (0.0, 0.0)  # time of the last check for changes, and its seconds
         self._added = 0  # requests since the last step

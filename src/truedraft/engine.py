@@ -84,7 +84,7 @@ class Engine:
         self.passes += 1
         before = [len(row.tokens) for row in cohort.rows]
         accepted = self._verified(cohort, trees, scores)
-        self.target.commit([one.path for one in accepted], cohort.first)
+        self._commit(cohort, accepted)
         active = cohort.without_failed() if self._failed else cohort
         self._observe(active, trees, scores, accepted)
         if cohort is self._cohort:
@@ -248,6 +248,9 @@ class Engine:
             row.end = end
         return [Accepted((0,), -1, True)] * len(rows)
 
+    def _commit(self, cohort: Cohort, accepted: Sequence[Accepted]) -> None:
+        self.target.commit([one.path for one in accepted], cohort.first)
+
     def _observe(
         self, cohort: Cohort, trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
@@ -279,7 +282,7 @@ class Engine:
         """
         rule, tokens = request.argmax, None
         if rule is not None:
-            tokens = rule.decide_all_nodes(scores.logits, rows, trees, request.laws, request.chance)
+            tokens = rule.decide_all_nodes(scores, rows, trees, request.laws, request.chance)
         if tokens is None:
             self.target.wait()
         return tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -37,6 +39,16 @@ class StandIn:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(vars(self)["model"]) if "model" in vars(self) else type(self)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A call: there is no report until it makes one, which then has the time of the whole call."""
+        self._report, began = None, time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._report is not None:
+                self._report.seconds["call"] = time.perf_counter() - began
 
     def report(self) -> Report:
         """Figures of the last call of `generate`; `tokens` are the new ones, up to the ends of the texts.

@@ -10,6 +10,7 @@ from truedraft.layout import labelled
 
 NOTABLE = 0.01  # share of a call's time from which it is displayed
 COARSE = ("bfloat16", "float16")  # dtypes in which two ways of computing often lead to different texts
+PARTS = ("prefill", "draft", "target", "verify", "commit", "observe", "control", "measure")  # of steps, see `PassTimes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class PassTimes:
     draft_prefill: of these, the first proposals for rows, in which draft models and learned heads read the prompt.
     observe: what drafters do when rows begin and after passes.
     target: passes over drafts, until the device has made them.
+    verify: what rules, logits processors and stopping criteria do besides.
+    commit: keeping the keys and values of accepted paths.
     all: whole steps.
     """
 
@@ -72,6 +75,8 @@ class PassTimes:
     target: float = 0.0
     draft: float = 0.0
     draft_prefill: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
     observe: float = 0.0
     control: float = 0.0
     all: float = 0.0
@@ -80,6 +85,36 @@ class PassTimes:
     def outside(self) -> float:
         """Seconds of whole steps outside of passes, drafting and measuring."""
         return self.all - self.measure - self.prefill - self.target - self.draft
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The shares of a call's time by part, which add up to 1; empty where no part was timed.
+
+    Besides `PARTS`: loop, the rest of steps (rows that enter and leave, figures); outside, the rest of the call (its
+    preparation by `model.generate`, streamers, the output).
+
+    seconds: as in `Report`.
+    """
+    found = {part: seconds[part] for part in PARTS if seconds.get(part)}
+    timed, steps, call = sum(found.values()), whole({**seconds, "call": 0.0}), whole(seconds)
+    found |= {"loop": steps - timed, "outside": call - steps}
+    return {part: spent / call for part, spent in found.items()} if timed else {}
+
+
+def whole(seconds: Mapping[str, float]) -> float:
+    """The time of a call, as far as it was timed."""
+    steps = max(seconds.get("all", 0.0), sum([seconds.get(part, 0.0) for part in PARTS]))
+    return max(seconds.get("call", 0.0), steps)
+
+
+def percentages(parts: Mapping[str, float]) -> dict[str, int]:
+    """Shares that add up to 1 as whole percentages that add up to 100: of those rounded down most, the largest rests
+    are rounded up."""
+    found = {part: int(100 * share) for part, share in parts.items()}
+    by_rest = sorted(parts, key=lambda part: found[part] - 100 * parts[part])
+    for part in by_rest[: 100 - sum(found.values())]:
+        found[part] += 1
+    return found
 
 
 @dataclass
@@ -91,7 +126,8 @@ class Report:
     notes: one sentence for each condition that a caller should notice (rows in lockstep, a lossy rule).
     passes: every pass of the target, the prompt's own first.
     seconds: wall time by part, see `PassTimes`: measure (a share of each call until the costs are measured), prefill,
-        draft, draft_prefill (a part of draft), observe, control, target, and all.
+        draft, draft_prefill (a part of draft), target, verify, commit, observe, control, and all; and call, the whole
+        call, what surrounds its steps included.
     cached_tokens: tokens of the prompt that were not computed, because a running engine had kept their keys and values.
     attributions: spans of the output that were copied from documents, from rules that report them.
     reference: the plain decoding that the guarantee names.
@@ -199,9 +235,10 @@ class Report:
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
         if self.cached_tokens:
             yield "reused", f"{self.cached_tokens} tokens of the prompt"
-        if parts := [part for part in ("prefill", "draft", "target") if part in self.seconds]:
-            yield "time", ", ".join(f"{part} {self.seconds[part] / self._working:.0%}" for part in parts)
-            if (first := self.seconds.get("draft_prefill", 0.0) / self._working) >= NOTABLE:
+        if parts := shares(self.seconds):
+            yield "time", ", ".join(f"{part} {share}%" for part, share in percentages(parts).items() if share)
+            first = self.seconds.get("draft_prefill", 0.0) / whole(self.seconds)
+            if first >= NOTABLE:
                 yield "", f"the first drafts, for which the prompt is read: {first:.0%}"
         if self.attributions:
             copied, sources = sum(a.end - a.start for a in self.attributions), {a.source for a in self.attributions}

@@ -34,6 +34,7 @@ class Stops:
     lockstep: a criterion may look across rows or count its calls, or ended rows are continued until the last one ends
         (as in `transformers` without an end-of-text token): rows advance together and leave together.
     pads: ended rows are continued with padding, as in `transformers` where there is an end-of-text token.
+    plain: there are no criteria but end-of-text tokens and lengths, and rows end by themselves.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, history: History, laws: Laws):
@@ -49,6 +50,7 @@ class Stops:
         self.pads = any(hasattr(c, "eos_token_id") for c in criteria)
         unpadded = history.ids.shape[0] > 1 and not self.pads and bool(kinds - ALIKE)
         self.lockstep = laws.lockstep or bool(self.unknown_processors) or unpadded
+        self.plain = not self.lockstep and not self.others
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Set the end of `rows` that end with the token just emitted; in lockstep, ended rows stay ended."""
@@ -60,6 +62,16 @@ class Stops:
         for row, end in zip(rows, ended, strict=True):
             if end and row.end is None:
                 row.end = len(row.tokens)
+
+    def emit(self, row: Row, tokens: Sequence[int]) -> int:
+        """Append tokens to a row, up to the first that ends it, where criteria are `plain`; returns how many."""
+        most = min(len(tokens), self.steps - row.step)
+        if not self.eos.isdisjoint(tokens):
+            most = min(most, 1 + next(i for i, token in enumerate(tokens) if token in self.eos))
+        row.tokens += tokens[:most]
+        if row.end is None and (row.step == self.steps or row.tokens[-1] in self.eos):
+            row.end = len(row.tokens)
+        return most
 
     def met(self, row: Row) -> bool:
         """Whether a criterion besides lengths and end-of-text tokens ends a row after its last token."""

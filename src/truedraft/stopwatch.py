@@ -20,15 +20,17 @@ TIMED = {
     "_measure": "measure",
     "_read": "prefill", "_read_pieces": "prefill",
     "_score": "target", "_decide": "target",
+    "_verified": "verify",
+    "_commit": "commit",
     "_begin": "observe", "_observe": "observe",
     "_budget": "control", "_prune": "control", "_learn": "control",
 }  # fmt: skip
 
 
 class Stopwatch:
-    """Seconds spent in the parts that were wrapped by `timed`.
+    """Seconds spent in the parts that were wrapped by `timed`, of parts within parts each moment in the innermost.
 
-    times: by part. seconds: the same as a live mapping, with other parts that were wrapped (`all`).
+    times: by part. seconds: the same as a live mapping, with other parts that were wrapped.
     drafting: those of `times.draft`, by the `id` of the drafter.
     """
 
@@ -36,34 +38,49 @@ class Stopwatch:
         self.times = PassTimes()
         self.seconds: dict[str, float] = vars(self.times)
         self.drafting: dict[int, float] = {}
+        self._within = 0.0  # seconds of the parts that have ended within the current one
 
     def timed(self, part: str, f: Callable[P, R]) -> Callable[P, R]:
-        """`f`, its time counted under `part`."""
+        """`f`, its time counted under `part`, without that of other parts within it."""
         seconds = self.seconds
         seconds.setdefault(part, 0.0)
+
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            around, self._within = self._within, 0.0
+            start = time.perf_counter()
+            try:
+                return f(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                seconds[part] += spent - self._within
+                self._within = around + spent
+
+        return wrapped
+
+    def timed_steps(self, f: Callable[P, R]) -> Callable[P, R]:
+        """`f`, a step or what is done before the first one, its whole time counted under `all`."""
+        times = self.times
 
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             start = time.perf_counter()
             try:
                 return f(*args, **kwargs)
             finally:
-                seconds[part] += time.perf_counter() - start
+                times.all += time.perf_counter() - start
 
         return wrapped
 
     def timed_drafts(self, f: Drafting) -> Drafting:
         """Drafting, its time counted under `draft` and for the drafter; that of rows' first drafts also under
         `draft_prefill`."""
-        times, drafting = self.times, self.drafting
+        times, drafting, draft = self.times, self.drafting, self.timed("draft", f)
 
         def wrapped(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-            begins = any(row.step == 1 for row in rows)
-            start = time.perf_counter()
+            begins, before = any(row.step == 1 for row in rows), times.draft
             try:
-                return f(drafter, rows, budget)
+                return draft(drafter, rows, budget)
             finally:
-                spent = time.perf_counter() - start
-                times.draft += spent
+                spent = times.draft - before
                 times.draft_prefill += spent * begins
                 drafting[id(drafter)] = drafting.get(id(drafter), 0.0) + spent
 

@@ -272,11 +272,13 @@ class Scores:
     hidden: layer -> one (context + n, H) tensor per row, for the tapped layers; node i of row r is entry
         `context[r] + i`.
     context: (rows,) number of positions before node 0: after a prefill the prompt without its last token, else 0.
+    part: the scores of all rows of the pass, and these rows among them; None where these are all.
     """
 
     logits: Tensor
     hidden: dict[int, list[Tensor]]
     context: Sequence[int]
+    part: tuple[Scores, Sequence[int]] | None = None
 
     def features(self, row: int, path: Sequence[int], layers: Sequence[int]) -> Tensor:
         """The states of a row's committed positions of this pass: those before node 0, then those at nodes of a path.
@@ -307,7 +309,8 @@ class Scores:
         adjacent = places[-1] - places[0] == len(places) - 1
         logits = self.logits[places[0] : places[-1] + 1] if adjacent else self.logits[list(places)]
         hidden = {layer: [states[i] for i in places] for layer, states in self.hidden.items()}
-        return Scores(logits, hidden, [self.context[i] for i in places])
+        whole, rows = self.part or (self, range(len(self.context)))
+        return Scores(logits, hidden, [self.context[i] for i in places], (whole, [rows[i] for i in places]))
 
 
 def joined(parts: Sequence[Scores]) -> Scores:

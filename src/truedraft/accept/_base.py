@@ -15,7 +15,7 @@ from truedraft.chance import Chance
 from truedraft.errors import Refused
 from truedraft.sampling import Laws
 from truedraft.stats import Attribution
-from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Taps
+from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Scores, Taps
 
 
 class Rule(ABC):
@@ -120,12 +120,9 @@ class ArgmaxRule(NodeRule):
     """A rule that chooses the token with the largest key: its score, or its probability divided by noise."""
 
     def decide_all_nodes(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+        self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> Sequence[Sequence[int]] | None:
-        """The token at every node, where each depends on its logits alone; else None. They may be found when read.
-
-        logits: (rows, nodes, V) before logits processors.
-        """
+        """The token at every node, where each depends on its logits alone; else None. They may be found when read."""
         return None
 
     @abstractmethod

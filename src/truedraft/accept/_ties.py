@@ -18,7 +18,8 @@ from truedraft.chance import Chance
 from truedraft.delegate import Delegate
 from truedraft.sampling import Laws
 from truedraft.stores.likeliest import two_largest
-from truedraft.tree import Accepted, DraftTree, Row
+from truedraft.stores.ranks import ranks_of
+from truedraft.tree import Accepted, DraftTree, Row, Scores
 
 TOGETHER = 256  # passes whose largest keys are kept in tensors of their own
 
@@ -49,14 +50,15 @@ class NearTies(Delegate):
     @property
     def rate(self) -> float | None:
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
-        return float(self._near(torch.cat(self._best)).double().mean()) if self._best else None
+        best = torch.cat(self._best) if self._best else torch.empty(0)
+        return float(self._near(best).double().mean()) if len(best) else None
 
     def decide_all_nodes(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+        self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> Sequence[Sequence[int]] | None:
         if self._again is not None:
             return None
-        tokens: Sequence[Sequence[int]] | None = self.inner.decide_all_nodes(logits, rows, trees, laws, chance)
+        tokens: Sequence[Sequence[int]] | None = self.inner.decide_all_nodes(scores, rows, trees, laws, chance)
         return tokens
 
     def choose(
@@ -66,7 +68,7 @@ class NearTies(Delegate):
         places = [i for i, row in enumerate(rows) if not row.ended]  # ended rows emit padding
         if (keys := self.inner.keys(scores, chance)) is None or not places:
             return tokens
-        best = self._largest(keys, places)
+        best = self._kept(two_largest(keys, places))
         if self._again is not None:
             near = self._near(best).tolist()
             for i in (place for place, close in zip(places, near, strict=True) if close):
@@ -81,16 +83,19 @@ class NearTies(Delegate):
             found = pass_.followed(pass_.tokens)
             if (keys := self.inner.keys(pass_.scores.logits, pass_.chance)) is not None:
                 paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(pass_.rows, found, strict=True)]
-                if places := [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]:
-                    self._largest(keys, places)
+                if ranks := ranks_of(pass_.scores) if keys is pass_.scores.logits else None:
+                    self._kept(ranks.two_largest(paths))
+                else:
+                    places = [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]
+                    self._kept(two_largest(keys, places))
         return found
 
-    def _largest(self, keys: Tensor, places: Sequence[int]) -> Tensor:
-        """(k, 2): the two largest of the keys (..., V) at k places, where a token was chosen; kept for `rate`."""
+    def _kept(self, best: Tensor) -> Tensor:
+        """Keep for `rate` (k, 2) the two largest keys at k places, where a token was chosen; returns them."""
         if len(self._best) == TOGETHER:
             self._best = [torch.cat(self._best)]
-        self._best.append(two_largest(keys, places))
-        return self._best[-1]
+        self._best.append(best)
+        return best
 
     def _near(self, best: Tensor) -> Tensor:
         """(k,) whether the second largest key is within the margin of the largest. best: (k, 2)."""

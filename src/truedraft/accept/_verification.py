@@ -13,6 +13,7 @@ from truedraft.chance import Chance
 from truedraft.errors import Broken
 from truedraft.sampling import Laws
 from truedraft.stopping import Stops
+from truedraft.stores.ranks import Ranks
 from truedraft.tree import Accepted, DraftTree, Draws, Row, Scores
 
 Verdict = tuple[Sequence[int], int]  # the accepted path, from the root on, and the token that follows it
@@ -119,6 +120,8 @@ class Verification:
 
     def followed(self, tokens: Sequence[Sequence[int]]) -> list[Accepted]:
         """The same for paths along which each drafted token is the one of `tokens` at the node before it."""
+        if isinstance(tokens, Ranks):
+            return self.emitted(tokens.paths(self.trees).__getitem__)
         return self.emitted(lambda i: agreed(self.trees[i], tokens[i]))
 
     def _padded(self, place: int, path: Sequence[int]) -> Verdict:
@@ -132,6 +135,9 @@ class Verification:
         """Emit for one row, up to where it ends."""
         row, drafted, stops, kept = self.rows[place], self.trees[place].tokens, self.stops, 0
         _check(token)
+        if stops.plain and not self.laws.keeps:
+            kept = stops.emit(row, [*[drafted[node] for node in path[1:]], token])
+            return Accepted(tuple(path[:kept]), row.tokens[-1], row.ended)
         for kept, node in enumerate(path, 1):
             if self.laws.keeps:
                 self.laws((row,), self.scores.logits[place, node][None])

@@ -17,8 +17,9 @@ from truedraft.accept._verification import Candidates
 from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
-from truedraft.stores.likeliest import largest, largest_on_demand
-from truedraft.tree import DraftTree, PreferredDrafts, Row
+from truedraft.stores.likeliest import largest
+from truedraft.stores.ranks import ranks_of
+from truedraft.tree import DraftTree, PreferredDrafts, Row, Scores
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Greedy(ArgmaxRule):
         return scores
 
     def decide_all_nodes(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+        self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> Sequence[Sequence[int]] | None:
-        return largest_on_demand(logits) if laws.raw else None
+        if not laws.raw:
+            return None
+        return largest(scores.logits) if (ranks := ranks_of(scores)) is None else ranks

@@ -21,7 +21,7 @@ from truedraft.card import Card, Guarantee
 from truedraft.chance import Chance
 from truedraft.sampling import Laws
 from truedraft.stores.likeliest import largest
-from truedraft.tree import DraftTree, PreferredDrafts, Row
+from truedraft.tree import DraftTree, PreferredDrafts, Row, Scores
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Seeded(ArgmaxRule):
         return best * math.exp(-margin)
 
     def decide_all_nodes(
-        self, logits: Tensor, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
+        self, scores: Scores, rows: Sequence[Row], trees: Sequence[DraftTree], laws: Laws, chance: Chance
     ) -> Sequence[Sequence[int]] | None:
-        noise = chance.noise_at_nodes(logits, rows, trees) if laws.apart else None
+        noise = chance.noise_at_nodes(scores.logits, rows, trees) if laws.apart else None
         if noise is None:
             return None
-        chance.keys = laws.everywhere(logits).softmax(-1) / noise
+        chance.keys = laws.everywhere(scores.logits).softmax(-1) / noise
         return largest(chance.keys)

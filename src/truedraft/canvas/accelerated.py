@@ -146,8 +146,7 @@ class AcceleratedCanvas(StandIn):
             Refused: a setting that cannot be honoured, named before anything is computed.
         """
         inputs = given.pop("input_ids", None) if inputs is None else inputs
-        with exclusive([self]), defaults(), torch.no_grad():
-            self._report = None
+        with exclusive([self]), defaults(), self._reporting(), torch.no_grad():
             if references is not None:
                 raise Refused("references are for autoregressive models: leave them out for a diffusion model")
             if self.target.changed:
@@ -168,13 +167,14 @@ class AcceleratedCanvas(StandIn):
         self.target.layout, self.target.causal_cache = settings.layout, policy.causal_cache
         self._report = report = self._new_report(watch)
         if self.speculator is not None:
-            watch.timed("measure", self.control.open)(self.target, max(row.new for row in rows))
+            begin = watch.timed_steps(watch.timed("measure", self.control.open))
+            begin(self.target, max(row.new for row in rows))
         self.target.reserve(len(rows), max(len(row.canvas) for row in rows), self._canvases)
         engine = CanvasEngine(self.target, policy, self.speculator, self.control)
         engine.time(watch)
-        advance = watch.timed("all", engine.step)
+        advance = watch.timed_steps(engine.step)
         try:
-            watch.timed("prefill", engine.admit)(rows, settings.chooser)
+            watch.timed_steps(watch.timed("prefill", engine.admit))(rows, settings.chooser)
             hooks.read(rows)
             while engine.running:
                 report.passes.append(advance())

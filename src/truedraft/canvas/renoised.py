@@ -110,8 +110,7 @@ class AcceleratedRenoise(StandIn):
             Refused: a setting that cannot be honoured, named before anything is computed.
         """
         inputs = given.pop("input_ids", None) if inputs is None else inputs
-        with exclusive([self]), defaults(), torch.no_grad():
-            self._report = None
+        with exclusive([self]), defaults(), self._reporting(), torch.no_grad():
             mask = _mask_of(inputs, attention_mask, self.target.vocabulary)
             assert inputs is not None
             settings = _settings_of(self.model, self.target, inputs.shape[1], given)
@@ -127,7 +126,7 @@ class AcceleratedRenoise(StandIn):
         denoiser.read = watch.timed("prefill", denoiser.read)  # type: ignore[method-assign]
         denoiser.score = watch.timed("target", denoiser.score)  # type: ignore[method-assign]
         steps = denoiser.steps()
-        advance = watch.timed("all", lambda: next(steps, None))
+        advance = watch.timed_steps(lambda: next(steps, None))
         try:
             if streamer is not None:
                 streamer.put(prompt.cpu())

@@ -174,8 +174,7 @@ class AcceleratedSubset(StandIn):
             Refused: a setting that cannot be honoured, named before anything is computed.
         """
         inputs = given.pop("input_ids", None) if inputs is None else inputs
-        with exclusive([self]), defaults(), torch.no_grad():
-            self._report = None
+        with exclusive([self]), defaults(), self._reporting(), torch.no_grad():
             if references is not None:
                 raise Refused("references are for autoregressive models: leave them out for an any-subset model")
             _checked(self.model, self.tokenizer)
@@ -203,7 +202,7 @@ class AcceleratedSubset(StandIn):
             reference=f"one masked position per pass, from left to right, up to ties of {dtype}",
         )  # fmt: skip
         score = watch.timed("target", self.target.score)
-        advance = watch.timed("all", lambda filling: next(filling, None))
+        advance = watch.timed_steps(lambda filling: next(filling, None))
         try:
             hooks.read(rows)
             for row in rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from truedraft.tree import DraftTree, Row
 
 DOUBT = (
-    10.0  # weight, in nodes, of the prior that expectations are right; drafts chosen as best tend to be overestimated
+    4.0  # weight, in nodes, of the prior that expectations are right; those of drafts chosen as best tend to be high
 )
 KEPT = 0.97  # weight that verified nodes keep at each later pass
 
@@ -50,21 +50,12 @@ class AcceptanceRates:
             rate = (accepted + rate) / (tried + 1)
         return rate
 
-    def of_paths(self, tree: DraftTree) -> list[float]:
-        """The probability of each node that its whole path is accepted; 1 for the root, 0 for probes.
-
-        Products of the tree's confidences along the path where it has any, else of the rates.
-        """
-        confidence: Sequence[float]
+    def confidences(self, tree: DraftTree) -> tuple[float, ...]:
+        """Of each node the probability that it is accepted if its parent is: the tree's, where it has any, else the
+        rates."""
         if tree.confidence is not None:
-            confidence = tree.confidence
-        else:
-            shape = tree.shape
-            confidence = [self.rate(d, o) for d, o in zip(shape.depth, shape.order, strict=True)]
-        paths = [1.0]
-        for i, parent in enumerate(tree.parent[1:], 1):
-            paths.append(0.0 if i in tree.probes else paths[parent] * confidence[i])
-        return paths
+            return tree.confidence
+        return tuple([self.rate(d, o) for d, o in zip(tree.shape.depth, tree.shape.order, strict=True)])
 
 
 @dataclass

@@ -16,6 +16,7 @@ from truedraft.control._pass_costs import PassCosts
 from truedraft.control._probing import Probing
 from truedraft.control._trials import TrialBudget
 from truedraft.drafters._base import Drafter
+from truedraft.drafters._trees import path_probabilities, ranked
 from truedraft.tree import DraftTree
 
 CHEAP = 0.05  # of a plain pass: a level of a draft that costs less is not weighed beforehand
@@ -152,6 +153,11 @@ class DrafterState:
         """Seconds of drafting for a pass: those usual, or by the levels of the latest draft where these vary."""
         return self.costs.of_levels(self.costs.levels) if self.adaptive else self.costs.seconds
 
+    def expect(self, saved: float, passes: PassCosts) -> None:
+        """Update the expected saving by its drafts: this one is expected to save so many seconds of passes."""
+        drafting = self.drafting_seconds
+        self.trials.expect(saved - drafting, drafting, passes.plain)
+
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
         return self.costs.of_level > CHEAP * passes.curve(1)
@@ -162,7 +168,7 @@ class DrafterState:
         The sum over nodes of the probability that their paths are accepted; for a chain of constant rate this is
         equation 1 of Leviathan et al. (arXiv 2211.17192) without the bonus.
         """
-        paths = [row.rates.of_paths(tree) for row, tree in zip(rows, trees, strict=True)]
+        paths = [path_probabilities(tree, row.rates.confidences(tree)) for row, tree in zip(rows, trees, strict=True)]
         nodes = islice(zip_longest(*paths, fillvalue=0.0), 1, longest + 1)
         each = (len(rows) * math.prod(node) if self.lockstep else sum(node) for node in nodes)
         return list(accumulate(each, initial=0.0))
@@ -220,6 +226,11 @@ class Drafts:
         return len(lengths) * max(lengths) if self.state.padded else sum(lengths)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was drafted, though drafts were requested."""
+        return all(len(tree) == 1 for tree in self.trees)
+
+    @property
     def unit(self) -> int:
         """Nodes in the pass that a size has more than the one before it."""
         return len(self.rows) if self._ranked is None else 1
@@ -259,17 +270,8 @@ class Drafts:
             self.gains = [correction * gain for gain in self._expected]
 
     def _by_probability(self, trees: Sequence[DraftTree]) -> tuple[list[float], list[int]]:
-        """Expected accepted nodes of the 0, 1, ... most probable of all drafts, and the row of each of these nodes.
-
-        A node is as probable as those before it in its tree at most, so that each row has the first of its nodes.
-        """
-        ranked = [
-            (path, i)
-            for i, (row, tree) in enumerate(zip(self.rows, trees, strict=True))
-            for path in islice(accumulate(row.rates.of_paths(tree), min), 1, None)
-        ]
-        ranked.sort(reverse=True)
-        return list(accumulate([path for path, _ in ranked], initial=0.0)), [i for _, i in ranked]
+        """Expected accepted nodes of the 0, 1, ... most probable of all drafts, and the row of each of these nodes."""
+        return ranked([(tree, row.rates.confidences(tree)) for row, tree in zip(self.rows, trees, strict=True)])
 
     def steps(self, place: int) -> Iterator[tuple[Drafts, int, int, int]]:
         """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""
@@ -281,9 +283,8 @@ class Drafts:
 
         tokens, nodes: expected tokens of the pass without these drafts, and its nodes.
         """
-        drafting, trials = self.state.drafting_seconds, self.state.trials
-        trials.expect(-self._loss(size, tokens, nodes, passes) - drafting, drafting, passes.plain)
-        self.exploring = False
+        self.state.expect(-self._loss(size, tokens, nodes, passes), passes)
+        self.exploring, trials = False, self.state.trials
         if size == 0 and self.gains[-1] > len(self.rows):
             size = max(
                 k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))

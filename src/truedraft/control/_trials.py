@@ -10,6 +10,7 @@ DEAR = 0.5  # of a plain pass: a draft that costs more has to pay on average, no
 RESERVE = 4.0  # most plain passes that trials may accumulate
 CREDIT = 16.0  # plain passes that drafts expected to pay may lose before they saved any
 EARNED = 32.0  # most saved plain passes that drafts may lose again
+OWED = 2.0  # most plain passes that drafts expected to pay may leave to be replenished before trials
 
 
 @dataclass
@@ -18,7 +19,8 @@ class TrialBudget:
 
     Drafts that are expected to pay are charged to the time that earlier ones saved. Once that is spent they are trials,
     as are drafts that are not expected to pay. Trials may use `slack` of the time of passes; a drafter that has used
-    its share does not draft until further passes have replenished it.
+    its share does not draft until further passes have replenished it. What drafts expected to pay lose before any saved
+    time uses up the share too.
 
     slack: share of the time of passes that may be lost to trials.
     memory: weight that a draft's expected saving keeps at each later one.
@@ -51,7 +53,11 @@ class TrialBudget:
         plain: seconds of a pass without drafts.
         """
         allowed = self.slack * max(passed, 0.0)
-        left = self._left + allowed - (0.0 if self._solvent else lost)
+        left = self._left + allowed
+        if not self._solvent:
+            left -= lost
+        elif self._earned < 0:
+            left = max(left - lost, min(left, -OWED * plain))
         self._left = min(left, RESERVE * plain)
         self._full = left >= RESERVE * plain
         # bounded above so that bad drafts stop soon, and below so that better ones soon resume

@@ -151,6 +151,9 @@ class Cost(Control):
     def _choose(self, drafted: Sequence[Drafts], rows: int) -> None:
         """Cut drafts to the sizes of the largest goodput, and keep the probes that pay."""
         nodes, tokens = rows, float(rows)  # in the pass whatever is chosen, and the expected tokens
+        for drafts in drafted:
+            if drafts.empty:
+                drafts.state.expect(0.0, self._costs)
         sizable = [drafts for drafts in drafted if len(drafts.gains) > 1]
         if len(sizable) < len(drafted):
             whole = [drafts for drafts in drafted if drafts not in sizable]

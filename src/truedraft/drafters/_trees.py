@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import accumulate, islice, takewhile
 
 from truedraft.stores._cursor import SEPARATOR, Grown
 from truedraft.stores._native import trees
@@ -134,3 +134,30 @@ def likeliest_positions(
 def root_of(row: Row, after: Sequence[int]) -> int:
     """The root of a draft behind `after`, tokens that another drafter has drafted; without any, the pending token."""
     return after[-1] if after else row.tokens[-1]
+
+
+def ranked(drafts: Sequence[tuple[DraftTree, tuple[float, ...]]]) -> tuple[list[float], list[int]]:
+    """The nodes of several drafts by the probability that their paths are right: sums of it over the 0, 1, ... most
+    probable of all, and the draft of each of these. A node counts as no more probable than those before it in its
+    draft, so that of each draft the first nodes are taken; a probe as never right.
+
+    drafts: each with the confidence of every node.
+    """
+    if (native := trees()) is not None:
+        found: tuple[list[float], list[int]] = native.ranked([(t.parent, sure, t.probes) for t, sure in drafts])
+        return found
+    nodes = [
+        (path, i)
+        for i, (tree, sure) in enumerate(drafts)
+        for path in islice(accumulate(path_probabilities(tree, sure), min), 1, None)
+    ]
+    nodes.sort(reverse=True)
+    return list(accumulate([path for path, _ in nodes], initial=0.0)), [i for _, i in nodes]
+
+
+def path_probabilities(tree: DraftTree, confidence: Sequence[float]) -> list[float]:
+    """The probability of each node that its whole path is right; 1 for the root, 0 for probes."""
+    paths = [1.0]
+    for i, parent in enumerate(tree.parent[1:], 1):
+        paths.append(0.0 if i in tree.probes else paths[parent] * confidence[i])
+    return paths

@@ -14,7 +14,8 @@ MEASURED = 8.0  # weight of a measured time, in passes
 HICCUP = 4.0  # observed times are capped at this multiple of the expected: other work only adds time
 FASTEST = 0.25  # largest step rate of a mean with few observations
 FAINT = 1e-6  # least weight of a time, in passes
-TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # times at WIDTHS, in plain passes, before any was measured
+TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # times at WIDTHS, in plain passes, of most models on most machines
+CAUTIOUS = (1.0, 1.35, 1.8, 2.5, 3.8, 6.0, 9.0)  # those assumed before any was measured: of small weights in few bits
 
 
 class Knot(NamedTuple):
@@ -54,9 +55,13 @@ class Curve:
 
     @classmethod
     def typical(cls, tokens: int, seconds: float) -> Curve:
-        """A prior from one pass over `tokens` tokens; any observation outweighs it."""
-        scale = seconds / cls(WIDTHS, TYPICAL)(tokens)
-        knots = [Knot(width, share * scale, FAINT) for width, share in zip(WIDTHS, TYPICAL, strict=True)]
+        """A prior from one pass over `tokens` tokens; any observation outweighs it.
+
+        It errs on the side of long passes, so that until their times are known only drafts are verified of which much
+        is likely to be right.
+        """
+        scale = seconds / cls(WIDTHS, CAUTIOUS)(tokens)
+        knots = [Knot(width, share * scale, FAINT) for width, share in zip(WIDTHS, CAUTIOUS, strict=True)]
         return cls.of(knots, (knots[0].seconds, knots[-1].seconds))
 
     def __call__(self, tokens: int) -> float:

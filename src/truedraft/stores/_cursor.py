@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32
+from ctypes import c_int32, c_int64
 from typing import NamedTuple
 
 CAP = 128  # tokens of the longest string whose occurrences are counted
@@ -22,6 +22,34 @@ class Cursor(ctypes.Structure):
 
     def copy(self) -> Cursor:
         return Cursor(self.state, self.length, self.pending, self.has_pending)
+
+
+class Place(ctypes.Structure):
+    """The position of a text in an input that it follows.
+
+    at: index of the next token, -1 where there is none.
+    run: consecutive tokens equal to the input. wrong: tokens since then that were not.
+    """
+
+    __slots__ = ()  # an unknown field is an error
+    _fields_ = [("at", c_int64), ("run", c_int32), ("wrong", c_int32)]
+
+
+class Search(NamedTuple):
+    """Where a place in an input is looked for after a departure; see `input_guided.py`.
+
+    shortest, afar: tokens of the shortest match where there is no place, and anywhere in the input while there is one.
+    context: last tokens that are compared with the input.
+    reach: tokens around the old place searched for a match. patience: wrong tokens after which the place is given up.
+    replaced: score of one token replaced.
+    """
+
+    shortest: int
+    afar: int
+    context: int
+    reach: int
+    patience: int
+    replaced: float
 
 
 class Sizes(NamedTuple):

@@ -13,10 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from truedraft.stores._cursor import Cursor
+from truedraft.stores._cursor import Cursor, Place
 
-CALLS = 3  # as in automaton.c
-ON_TREES = ("counted", "grown", "union", "follow", "settled")
+CALLS = 4  # as in automaton.c
+ON_TREES = ("counted", "grown", "union", "follow", "settled", "walk", "recycle", "highest", "alone", "ranked")
 
 
 class AutomatonLayout(ctypes.Structure):
@@ -52,7 +52,7 @@ def library() -> ctypes.PyDLL | None:
         lib = ctypes.PyDLL(str(built[-1]))
     except OSError:
         return None
-    one, at, ints = POINTER(AutomatonLayout), POINTER(Cursor), c_void_p
+    one, at, place, ints = POINTER(AutomatonLayout), POINTER(Cursor), POINTER(Place), c_void_p
     for name, result, arguments in (
         ("begin", c_int, [one, c_int32]),
         ("free", None, [one]),
@@ -65,10 +65,12 @@ def library() -> ctypes.PyDLL | None:
         ("grow", c_int64, [one, at, c_int64, c_int32, c_int32, c_int32, ints, ints, ints]),
         ("best", c_int64, [one, at, c_int64, *[c_double] * 3, *[c_int32] * 2, POINTER(c_double), *[ints] * 4]),
         ("suffixes", c_int64, [one, at, c_int64, ints, ints]),
+        ("locate", None, [one, at, place, c_int64, ints, *[c_int64] * 2, *[c_int32] * 3, *[c_int64] * 2, c_double]),
         ("sound", c_int, [one]),
         ("largest", None, [c_void_p, c_int64, c_int64, c_int64, ints]),
         ("likeliest", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints]),
         ("chances", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, c_void_p]),
+        ("rank", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_int32, ints, c_void_p, c_void_p]),
         ("two_largest", None, [c_void_p, c_int64, c_int64, ints, c_int64, c_void_p]),
         ("succeed", None, [c_void_p, c_int64, c_int64, c_int64, c_int32, ints, ints, c_int64]),
         ("table", c_int, [POINTER(TrigramTable), c_int64]),

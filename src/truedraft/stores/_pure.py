@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Sizes
+from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Place, Search, Sizes
 
 
 class PythonAutomaton:
@@ -111,6 +111,30 @@ class PythonAutomaton:
             length = self.len[state]
         return found
 
+    def locate(
+        self, cursor: Cursor, place: Place, source: int, tokens: Sequence[int], added: int, search: Search
+    ) -> None:  # fmt: skip
+        text = self.text if len(self.text) >= source else [*self.text, cursor.pending]
+        for end in range(len(tokens) - added + 1, len(tokens) + 1):
+            if place.at < 0:
+                break
+            if place.at < source and text[place.at] == tokens[end - 1]:
+                place.at, place.run = place.at + 1, 1 if place.wrong else place.run + 1
+                place.wrong = 0
+            else:
+                _depart(text[:source], place, tokens[max(end - search.context, 0) : end], search)
+        if place.at >= 0 and not place.wrong:
+            return
+        here = cursor.copy()
+        self.shorten(here, search.context)
+        for length, _ in self.suffixes(here):
+            if length < (search.shortest if place.at < 0 else search.afar):
+                return
+            self.shorten(here, length)
+            if (end := self.first(here)) + 1 < source:
+                place.at, place.run, place.wrong = end + 1, length, 0
+                return
+
     def arrays(self) -> dict[str, Any]:
         return {"token": np.array(self.text, dtype=np.int32)}
 
@@ -170,3 +194,24 @@ class PythonAutomaton:
             cursor.length = self.len[state]
         cursor.state = self.next[state].get(token, 0)
         cursor.length = cursor.length + 1 if cursor.state else 0
+
+
+def _depart(source: Sequence[int], place: Place, last: Sequence[int], search: Search) -> None:
+    """After a departure from the input: take the best match nearby, or assume that one token was replaced. A match
+    scores 2 for each token less log2(1 + distance)."""
+    at, best, found, matched = place.at, search.replaced, None, 0
+    for end in range(max(at - search.reach, 1), min(at + search.reach, len(source)) + 1):
+        length = 0
+        while length < min(len(last), end) and source[end - 1 - length] == last[-1 - length]:
+            length += 1
+        score = 2 * length - math.log2(1 + abs(end - at))
+        if length and score > best:
+            best, found, matched = score, end, length
+    if found is not None:
+        place.at, place.run, place.wrong = found, matched, 0
+    elif place.run or place.wrong:
+        place.at, place.run, place.wrong = at + 1, 0, place.wrong + 1
+        if place.wrong > search.patience:
+            place.at = -1
+    else:
+        place.at = -1

@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { TREES = 31 }; /* `owner` has a bit for each */
 
@@ -159,6 +160,111 @@ static PyObject *union_of(PyObject *self, PyObject *args) {
     Py_XDECREF(owners);
 end:
     PyMem_Free(node);
+    return result;
+}
+
+static int is_probe(PyObject *probes, int any, Py_ssize_t node) {
+    if (!any) return 0;
+    PyObject *here = PyLong_FromSsize_t(node);
+    const int found = here ? PySequence_Contains(probes, here) : -1;
+    Py_XDECREF(here);
+    return found;
+}
+
+/* alone(owners, tokens, parents, probes, emitted, verified): see union.py. */
+static PyObject *alone(PyObject *self, PyObject *args) {
+    PyObject *owners, *tokens, *parents, *probes, *emitted, *result = NULL;
+    Py_ssize_t verified, right[TREES] = {0}, made[TREES] = {0}, node = 0, at = 0;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!n", &PyList_Type, &owners, &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &probes,
+                          &PyList_Type, &emitted, &verified))
+        return NULL;
+    const Py_ssize_t n = PyTuple_GET_SIZE(tokens);
+    const int any = PyObject_IsTrue(probes);
+    int trees = 0;
+    if (PyList_GET_SIZE(owners) != n || PyTuple_GET_SIZE(parents) != n || !n) {
+        PyErr_SetString(PyExc_ValueError, "nodes need a token, a parent and owners");
+        return NULL;
+    }
+    for (long all = PyLong_AsLong(PyList_GET_ITEM(owners, 0)); all > 0 && trees < TREES; all >>= 1) trees++;
+    for (Py_ssize_t i = 1; i < n; i++) { /* children follow their parents */
+        const long owner = PyLong_AsLong(PyList_GET_ITEM(owners, i));
+        int own = -1;
+        if (owner > 0 && !(owner & (owner - 1)))
+            for (own = 0; owner >> own > 1; own++) {}
+        if (own >= trees) own = -1;
+        if (own >= 0 && i <= verified) made[own]++;
+        if (at == PyList_GET_SIZE(emitted) || PyLong_AsSsize_t(PyTuple_GET_ITEM(parents, i)) != node) continue;
+        if (PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) != PyLong_AsLong(PyList_GET_ITEM(emitted, at))) continue;
+        if (is_probe(probes, any, i)) continue;
+        node = i, at++;
+        if (own >= 0 && i <= verified) right[own]++;
+    }
+    PyObject *rights = PyList_New(trees), *mades = PyList_New(trees);
+    for (int k = 0; rights && mades && k < trees; k++) {
+        PyList_SET_ITEM(rights, k, PyLong_FromSsize_t(right[k]));
+        PyList_SET_ITEM(mades, k, PyLong_FromSsize_t(made[k]));
+    }
+    if (!PyErr_Occurred()) result = PyTuple_Pack(2, rights, mades);
+    Py_XDECREF(rights);
+    Py_XDECREF(mades);
+    return result;
+}
+
+static int likelier_row(const void *a, const void *b) {
+    const Ranked *x = a, *y = b;
+    if (x->rank != y->rank) return x->rank < y->rank ? 1 : -1;
+    return y->node - x->node;
+}
+
+/* ranked(trees): see drafters/_trees.py. A tree is (parents, confidences, probes). */
+static PyObject *ranked(PyObject *self, PyObject *args) {
+    PyObject *trees, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &trees)) return NULL;
+    const Py_ssize_t rows = PyList_GET_SIZE(trees);
+    Py_ssize_t all = 0, most = 1, n = 0;
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        PyObject *parents, *confidences, *probes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(trees, row), "O!O!O", &PyTuple_Type, &parents, &PyTuple_Type, &confidences, &probes))
+            return NULL;
+        const Py_ssize_t size = PyTuple_GET_SIZE(parents);
+        if (PyTuple_GET_SIZE(confidences) != size) {
+            PyErr_SetString(PyExc_ValueError, "nodes need a parent and a confidence each");
+            return NULL;
+        }
+        all += size, most = size > most ? size : most;
+    }
+    Ranked *order = PyMem_Malloc((size_t)(all + 1) * sizeof(Ranked) + (size_t)most * sizeof(double));
+    if (!order) return PyErr_NoMemory();
+    double *path = (double *)(order + all + 1);
+    for (Py_ssize_t row = 0; row < rows && !PyErr_Occurred(); row++) {
+        PyObject *parents, *confidences, *probes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(trees, row), "OOO", &parents, &confidences, &probes)) break;
+        const int any = PyObject_IsTrue(probes);
+        double least = path[0] = 1;
+        for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(parents); i++) {
+            const Py_ssize_t up = PyLong_AsSsize_t(PyTuple_GET_ITEM(parents, i));
+            if (up < 0 || up >= i) {
+                if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "parents must point backwards");
+                break;
+            }
+            path[i] = is_probe(probes, any, i) ? 0 : path[up] * PyFloat_AsDouble(PyTuple_GET_ITEM(confidences, i));
+            if (path[i] < least) least = path[i];
+            order[n++] = (Ranked){least, (int32_t)row};
+        }
+    }
+    if (!PyErr_Occurred()) {
+        qsort(order, (size_t)n, sizeof(Ranked), likelier_row);
+        PyObject *gains = PyList_New(n + 1), *of = PyList_New(n);
+        double sum = 0;
+        for (Py_ssize_t i = 0; gains && of && i <= n; i++) {
+            PyList_SET_ITEM(gains, i, PyFloat_FromDouble(sum));
+            if (i < n) PyList_SET_ITEM(of, i, PyLong_FromLong(order[i].node)), sum += order[i].rank;
+        }
+        if (!PyErr_Occurred()) result = PyTuple_Pack(2, gains, of);
+        Py_XDECREF(gains);
+        Py_XDECREF(of);
+    }
+    PyMem_Free(order);
     return result;
 }
 
@@ -360,7 +466,188 @@ static PyObject *counted(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* A pass whose lines of scores are ranked when they are read, by `rank` (truedraft_rank of likeliest.c). */
+typedef void Rank(const float *, int64_t, int64_t, const int32_t *, int64_t, int32_t, int32_t *, float *, int8_t *);
+
+typedef struct {
+    Rank *rank;
+    const float *score;
+    long long width, stride;
+    int count;
+    Py_buffer token, value, state;
+} Lines;
+
+enum { ODD = 2 }; /* as in likeliest.c: a line with NaN */
+
+/* The likeliest token of a line: -1 where there are NaN, 0 where none is possible. */
+static long likeliest_of(Lines *l, int32_t line) {
+    int8_t *state = l->state.buf;
+    int32_t *token = l->token.buf;
+    if (!state[line]) l->rank(l->score, l->width, l->stride, &line, 1, l->count, token, l->value.buf, state);
+    if (state[line] == ODD) return -1;
+    return token[(int64_t)line * l->count] < 0 ? 0 : token[(int64_t)line * l->count];
+}
+
+/* The path of a tree along the likeliest tokens, probes left out, and the token after it, as (path, token). `node`: room for
+   its nodes. first: the line of its root. */
+static PyObject *agreed(Lines *l, int32_t first, PyObject *tree, int32_t *node) {
+    PyObject *tokens, *parents, *probes;
+    if (!PyArg_ParseTuple(tree, "O!O!O", &PyTuple_Type, &tokens, &PyTuple_Type, &parents, &probes)) return NULL;
+    const Py_ssize_t n = PyTuple_GET_SIZE(tokens);
+    const int any = PyObject_IsTrue(probes);
+    Py_ssize_t length = 1;
+    node[0] = 0;
+    long token = likeliest_of(l, first);
+    for (Py_ssize_t i = 1; i < n; i++) { /* children follow their parents */
+        if (PyLong_AsLong(PyTuple_GET_ITEM(parents, i)) != node[length - 1]) continue;
+        if (PyLong_AsLong(PyTuple_GET_ITEM(tokens, i)) != token) continue;
+        if (any) {
+            PyObject *here = PyLong_FromSsize_t(i);
+            int probe = here ? PySequence_Contains(probes, here) : -1;
+            Py_XDECREF(here);
+            if (probe < 0) return NULL;
+            if (probe) continue;
+        }
+        node[length++] = (int32_t)i;
+        token = likeliest_of(l, first + (int32_t)i);
+    }
+    PyObject *path = PyTuple_New(length);
+    for (Py_ssize_t i = 0; path && i < length; i++) PyTuple_SET_ITEM(path, i, PyLong_FromLong(node[i]));
+    return path ? Py_BuildValue("Nl", path, token) : NULL;
+}
+
+static int lines_of(PyObject *given, Lines *l) {
+    unsigned long long rank, score;
+    if (!PyArg_ParseTuple(given, "KKLLiw*w*w*", &rank, &score, &l->width, &l->stride, &l->count, &l->token, &l->value, &l->state))
+        return 0;
+    l->rank = (Rank *)(uintptr_t)rank, l->score = (const float *)(uintptr_t)score;
+    if (l->count > 0 && l->token.len == l->state.len * l->count * (Py_ssize_t)sizeof(int32_t) && l->value.len == l->token.len) return 1;
+    PyErr_SetString(PyExc_ValueError, "lines of scores need as many places for what is found of them");
+    return 0;
+}
+
+static void let_go(Lines *l) {
+    PyBuffer_Release(&l->token);
+    PyBuffer_Release(&l->value);
+    PyBuffer_Release(&l->state);
+}
+
+/* Whether there is a tree (tokens, parents, probes) for each of `firsts`, with a line for each node from there on. most: the nodes
+   of the largest. */
+static int follow_firsts(const Lines *l, PyObject *firsts, PyObject *trees, Py_ssize_t *most) {
+    int sound = PyList_GET_SIZE(firsts) == PyList_GET_SIZE(trees);
+    *most = 1;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(trees); i++) {
+        PyObject *tree = PyList_GET_ITEM(trees, i);
+        sound = PyTuple_Check(tree) && PyTuple_GET_SIZE(tree) == 3 && PyTuple_Check(PyTuple_GET_ITEM(tree, 0)) &&
+                PyTuple_Check(PyTuple_GET_ITEM(tree, 1));
+        if (!sound) break;
+        const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 0));
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        sound = n > 0 && PyTuple_GET_SIZE(PyTuple_GET_ITEM(tree, 1)) == n && first >= 0 && first + n <= l->state.len;
+        if (n > *most) *most = n;
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "trees need a parent for each token, and lines of scores");
+    return sound;
+}
+
+/* walk(lines, firsts, trees): for each tree, whose root's line is in `firsts`, the path along the likeliest tokens and the token
+   after it; see ranks.py. */
+static PyObject *walk(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    PyObject *given, *firsts, *trees, *found = NULL;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &trees)) return NULL;
+    if (!lines_of(given, &l) || !follow_firsts(&l, firsts, trees, &most)) {
+        let_go(&l);
+        return NULL;
+    }
+    int32_t *node = PyMem_Malloc((size_t)most * sizeof(int32_t));
+    if (!node) PyErr_NoMemory();
+    else found = PyList_New(PyList_GET_SIZE(trees));
+    for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(trees); i++) {
+        const int32_t first = (int32_t)PyLong_AsLong(PyList_GET_ITEM(firsts, i));
+        PyObject *verdict = agreed(&l, first, PyList_GET_ITEM(trees, i), node);
+        if (!verdict || PyErr_Occurred()) {
+            Py_XDECREF(verdict);
+            Py_CLEAR(found);
+        } else
+            PyList_SET_ITEM(found, i, verdict);
+    }
+    PyMem_Free(node);
+    let_go(&l);
+    return found;
+}
+
+/* recycle(lines, firsts, tokens, table, count): keeps the `count` likeliest successors of each node's token in the token's line
+   of a table, one more than each, 0 where there are fewer; a node without a possible successor changes nothing. tokens: a
+   tuple for each row. */
+static PyObject *recycle(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    Py_buffer table = {0};
+    PyObject *given, *firsts, *trees;
+    int count;
+    if (!PyArg_ParseTuple(args, "O!O!O!w*i", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &trees, &table, &count))
+        return NULL;
+    int sound = lines_of(given, &l) && PyList_GET_SIZE(firsts) == PyList_GET_SIZE(trees) && 0 < count && count <= l.count;
+    const int64_t known = sound ? table.len / (int64_t)sizeof(int32_t) / count : 0;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(trees); i++) {
+        PyObject *tokens = PyList_GET_ITEM(trees, i);
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        sound = PyTuple_Check(tokens) && first >= 0 && first + PyTuple_GET_SIZE(tokens) <= l.state.len;
+        for (Py_ssize_t node = 0; sound && node < PyTuple_GET_SIZE(tokens); node++) {
+            const long token = PyLong_AsLong(PyTuple_GET_ITEM(tokens, node));
+            const int32_t line = (int32_t)(first + node);
+            if (token < 0 || token >= known) continue;
+            likeliest_of(&l, line);
+            const int32_t *best = (const int32_t *)l.token.buf + (int64_t)line * l.count;
+            int32_t *kept = (int32_t *)table.buf + (int64_t)token * count;
+            for (int k = 0; best[0] >= 0 && k < count; k++) kept[k] = best[k] + 1;
+        }
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "rows need tokens, lines of scores and a table");
+    let_go(&l);
+    if (table.buf) PyBuffer_Release(&table);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* highest(lines, firsts, paths): the two largest scores at each node of the rows' paths, as bytes of floats. */
+static PyObject *highest(PyObject *self, PyObject *args) {
+    Lines l = {0};
+    PyObject *given, *firsts, *paths, *found = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &given, &PyList_Type, &firsts, &PyList_Type, &paths)) return NULL;
+    Py_ssize_t nodes = 0, at = 0;
+    int sound = lines_of(given, &l) && PyList_GET_SIZE(firsts) == PyList_GET_SIZE(paths) && l.count > 1;
+    for (Py_ssize_t i = 0; sound && i < PyList_GET_SIZE(paths); i++) {
+        sound = PyTuple_Check(PyList_GET_ITEM(paths, i));
+        if (sound) nodes += PyTuple_GET_SIZE(PyList_GET_ITEM(paths, i));
+    }
+    if (sound) found = PyBytes_FromStringAndSize(NULL, nodes * 2 * (Py_ssize_t)sizeof(float));
+    float *out = found ? (float *)PyBytes_AS_STRING(found) : NULL;
+    for (Py_ssize_t i = 0; found && sound && i < PyList_GET_SIZE(paths); i++) {
+        PyObject *path = PyList_GET_ITEM(paths, i);
+        const long long first = PyLong_AsLongLong(PyList_GET_ITEM(firsts, i));
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(path); k++, at += 2) {
+            const long long line = first + PyLong_AsLongLong(PyTuple_GET_ITEM(path, k));
+            sound = sound && line >= 0 && line < l.state.len && !PyErr_Occurred();
+            if (!sound) break;
+            likeliest_of(&l, (int32_t)line);
+            memcpy(out + at, (const float *)l.value.buf + line * l.count, 2 * sizeof(float));
+        }
+    }
+    if (!sound && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "rows need paths within their lines of scores");
+    let_go(&l);
+    if (PyErr_Occurred()) Py_CLEAR(found);
+    return found;
+}
+
 static PyMethodDef methods[] = {
+    {"alone", alone, METH_VARARGS, "alone(owners, tokens, parents, probes, emitted, verified) -> right, made."},
+    {"ranked", ranked, METH_VARARGS, "ranked(trees) -> gains by size, the row of each node."},
+    {"walk", walk, METH_VARARGS, "walk(lines, firsts, trees) -> paths and the tokens after them."},
+    {"recycle", recycle, METH_VARARGS, "recycle(lines, firsts, tokens, table, count): keeps the likeliest successors."},
+    {"highest", highest, METH_VARARGS, "highest(lines, firsts, paths) -> the two largest scores at each node."},
     {"counted", counted, METH_VARARGS, "counted(root, count, tokens, parents, counts, sure) -> tokens, parents, confidences."},
     {"grown", grown, METH_VARARGS, "grown(table, count, root, budget, template...) -> tokens, parents, confidences."},
     {"union", union_of, METH_VARARGS,

@@ -10,6 +10,7 @@ Memory belongs to this file while the text grows, and to the caller where it was
 Arguments are not assumed valid: every entry point clamps cursor and counts to their ranges first. Walks end because
 links lead to shorter strings and lists of edges to earlier edges; `truedraft_sound` checks that in a mapped file. */
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -42,6 +43,11 @@ typedef struct {
 typedef struct {
     int32_t state, length, pending, has_pending;
 } Cursor;
+
+typedef struct {
+    int64_t at; /* index of the next token of an input, -1 for none */
+    int32_t run, wrong;
+} Place;
 
 static int grow(void **memory, int64_t *room, int64_t need, size_t size) {
     if (need <= *room) return 1;
@@ -444,6 +450,66 @@ int64_t truedraft_suffixes(const Automaton *a, const Cursor *c, int64_t most, in
     return n;
 }
 
+/* The token at an index of the text, which a text's own cursor continues by one; -1 beyond. */
+static int32_t text_at(const Automaton *a, const Cursor *c, int64_t i) {
+    if (i < a->tokens) return a->token[i];
+    return i == a->tokens && c->has_pending ? c->pending : -1;
+}
+
+/* After a departure from the input, by the last of `count` tokens: the best match nearby, or one token was replaced. A match
+   scores 2 for each token less log2(1 + distance). */
+static void depart(const Automaton *a, const Cursor *c, Place *p, int64_t source, const int32_t *token, int64_t count, int64_t reach,
+                   int64_t patience, double replaced) {
+    double best = replaced;
+    int64_t found = -1, matched = 0, from = p->at - reach, to = p->at + reach;
+    if (from < 1) from = 1;
+    if (to > source) to = source;
+    for (int64_t place = from; place <= to; place++) {
+        int64_t length = 0;
+        while (length < count && length < place && text_at(a, c, place - 1 - length) == token[count - 1 - length]) length++;
+        if (!length) continue;
+        const int64_t distance = place < p->at ? p->at - place : place - p->at;
+        const double score = 2.0 * (double)length - log2(1.0 + (double)distance);
+        if (score > best) best = score, found = place, matched = length;
+    }
+    if (found >= 0) p->at = found, p->run = (int32_t)matched, p->wrong = 0;
+    else if (p->run || p->wrong) {
+        p->at++, p->run = 0, p->wrong++;
+        if (p->wrong > patience) p->at = -1;
+    } else
+        p->at = -1;
+}
+
+/* Moves a place in the first `source` tokens of a text along the last `added` of `count` tokens, the latest of a row; `context`
+   of them at most are compared with the text. Where the row has departed and none is found nearby, the first match of its last
+   tokens, by the cursor, is taken: of `afar` tokens or more, or of `shortest` where there is no place. */
+void truedraft_locate(const Automaton *a, const Cursor *c, Place *p, int64_t source, const int32_t *token, int64_t count, int64_t added,
+                      int32_t shortest, int32_t afar, int32_t context, int64_t reach, int64_t patience, double replaced) {
+    if (added > count) added = count;
+    if (source > a->tokens + 1) source = a->tokens + 1;
+    for (int64_t end = count - added + 1; end <= count; end++) {
+        if (p->at < 0) break;
+        if (p->at < source && text_at(a, c, p->at) == token[end - 1]) {
+            p->run = p->wrong ? 1 : p->run + 1;
+            p->at++, p->wrong = 0;
+        } else {
+            const int64_t compared = end < context ? end : context;
+            depart(a, c, p, source, token + end - compared, compared, reach, patience, replaced);
+        }
+    }
+    if (p->at >= 0 && !p->wrong) return;
+    Cursor here = *c;
+    if (here.length > context) here.length = context;
+    placed(a, &here);
+    for (int32_t s = here.state, length = here.length; s; s = a->state[s].link, length = a->state[s].len) {
+        if (length < (p->at < 0 ? shortest : afar)) return;
+        if (a->state[s].end + 1 < source) {
+            p->at = a->state[s].end + 1, p->run = length, p->wrong = 0;
+            return;
+        }
+    }
+}
+
 static int within(int64_t low, int64_t x, int64_t high) { return low <= x && x <= high; }
 
 /* Whether an automaton from a file can be read within its arrays and without endless loops: every index is in range,
@@ -475,7 +541,7 @@ int truedraft_sound(const Automaton *a) {
     return filled < a->slots || !a->slots;
 }
 
-enum { CALLS = 3 }; /* version of the signatures of this library's functions */
+enum { CALLS = 4 }; /* version of the signatures of this library's functions */
 
 int64_t truedraft_store_layout(void) {
     return ((int64_t)CALLS * 4096 + (int64_t)sizeof(Automaton)) * 4096 + (int64_t)sizeof(Cursor);

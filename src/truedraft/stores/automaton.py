@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Sizes
+from truedraft.stores._cursor import CAP, MOST, Best, Cursor, Grown, Place, Search, Sizes
 from truedraft.stores._native import AutomatonLayout, library
 from truedraft.stores._pure import PythonAutomaton
 
@@ -70,6 +70,16 @@ class Automaton(Protocol):
 
     def suffixes(self, cursor: Cursor) -> list[tuple[int, int]]:
         """Length and count of the cursor's string and its suffixes, longest first, one for each state."""
+
+    def locate(
+        self, cursor: Cursor, place: Place, source: int, tokens: Sequence[int], added: int, search: Search
+    ) -> None:  # fmt: skip
+        """Move a place in the first `source` tokens of the text along the latest tokens of a row.
+
+        cursor: at all tokens of the row.
+        tokens: the row's last ones, of which the last `added` are new; as many before them as `search` compares, if
+            there are.
+        """
 
     def arrays(self) -> dict[str, Any]:
         """The arrays that a file stores; see `loaded`."""
@@ -162,6 +172,14 @@ class CompiledAutomaton:
         lengths, counts = (c_int32 * CAP)(), (c_int32 * CAP)()
         n = self._lib.truedraft_suffixes(byref(self._a), byref(cursor), CAP, lengths, counts)
         return list(zip(lengths[:n], counts[:n], strict=True))
+
+    def locate(
+        self, cursor: Cursor, place: Place, source: int, tokens: Sequence[int], added: int, search: Search
+    ) -> None:  # fmt: skip
+        given = _ints(tokens)
+        self._lib.truedraft_locate(
+            byref(self._a), byref(cursor), byref(place), source, given.buffer_info()[0], len(given), added, *search
+        )
 
     def arrays(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -14,7 +14,7 @@
 #define CLONED
 #endif
 
-enum { BLOCK = 64, MOST = 16, WIDE = 16384, FEW = 128, COLUMNS = 512 };
+enum { BLOCK = 64, MOST = 16, SPAN = 512, SPANS = 1024 }; /* SPANS: of a row, at most */
 
 /* Keeps the `count` largest of the values given, the largest first and of equal ones the first; returns how many. */
 static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x, int32_t i) {
@@ -27,32 +27,85 @@ static int32_t kept(float *best, int32_t *at, int32_t n, int32_t count, float x,
     return n;
 }
 
-/* top: the largest of each column of a row, written in lines of `columns`; NaN are left out. */
-CLONED static void largest_of_columns(const float *score, int64_t width, int32_t columns, float *top) {
-    for (int j = 0; j < columns; j++) top[j] = -INFINITY;
-    int64_t from = 0;
-    for (; from + columns <= width; from += columns)
-        for (int j = 0; j < columns; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
-    for (int j = 0; from + j < width; j++) top[j] = score[from + j] > top[j] ? score[from + j] : top[j];
+/* top: the largest of each `span` scores of a row, a multiple of BLOCK; NaN are left out. Returns whether there are any. */
+CLONED static int largest_of_spans(const float *score, int64_t width, int64_t span, float *top) {
+    int32_t odd[BLOCK] = {0}, any = 0;
+    for (int64_t first = 0; first < width; first += span, top++) {
+        const int64_t end = first + span < width ? first + span : width;
+        float most[BLOCK], whole = -INFINITY;
+        int64_t from = first;
+        for (int j = 0; j < BLOCK; j++) most[j] = -INFINITY;
+        for (; from + BLOCK <= end; from += BLOCK)
+            for (int j = 0; j < BLOCK; j++) {
+                const float x = score[from + j];
+                most[j] = x > most[j] ? x : most[j];
+                odd[j] |= x != x;
+            }
+        for (int half = BLOCK / 2; half; half /= 2)
+            for (int j = 0; j < half; j++) most[j] = most[j + half] > most[j] ? most[j + half] : most[j];
+        for (whole = most[0]; from < end; from++) whole = score[from] > whole ? score[from] : whole, any |= score[from] != score[from];
+        *top = whole;
+    }
+    for (int j = 0; j < BLOCK; j++) any |= odd[j];
+    return any;
+}
+
+/* The `count` <= 16 largest of a row and their indices, the largest first; returns how many there are (NaN and -inf are
+   left out). A row is read once, for the largest of each span; only spans whose largest is among the `count` largest of
+   these have to be searched. odd: whether there are NaN. */
+static int32_t best_of_row(const float *score, int64_t width, int32_t count, float *best, int32_t *at, int *odd) {
+    const int64_t span = SPAN * (1 + width / (SPAN * (int64_t)SPANS));
+    const int32_t spans = (int32_t)((width + span - 1) / span);
+    float top[SPANS];
+    int32_t n = 0;
+    *odd = largest_of_spans(score, width, span, top);
+    for (int32_t i = 0; i < spans; i++) n = kept(best, at, n, count, top[i], i);
+    const float least = n == count ? best[n - 1] : -INFINITY;
+    n = 0;
+    for (int32_t i = 0; i < spans; i++) {
+        const int64_t end = (i + 1) * span < width ? (i + 1) * span : width;
+        for (int64_t from = i * span; top[i] >= least && from < end; from += BLOCK) {
+            const int64_t to = from + BLOCK < end ? from + BLOCK : end;
+            int32_t hit = 0;
+            for (int64_t j = from; j < to; j++) hit |= score[j] >= least;
+            for (int64_t j = from; hit && j < to; j++) n = kept(best, at, n, count, score[j], (int32_t)j);
+        }
+    }
+    return n;
 }
 
 /* score: rows of `width` floats, `stride` apart; out: `count` <= 16 indices for each, the largest first, -1 where there are
-   fewer (NaN and -inf are left out). A row is read once, for the largest of each of its columns, as if
-   it were written in lines; only columns whose largest is among the `count` largest of these have to be searched. */
+   fewer (NaN and -inf are left out). */
 void truedraft_likeliest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t count, int32_t *out) {
     if (count < 1 || count > MOST || width > INT32_MAX) return;
-    int32_t columns = width < WIDE ? FEW : COLUMNS, at[MOST];
-    float top[COLUMNS], best[MOST];
     for (int64_t r = 0; r < rows; r++, score += stride, out += count) {
-        largest_of_columns(score, width, columns, top);
-        int32_t n = 0;
-        for (int32_t j = 0; j < columns; j++) n = kept(best, at, n, count, top[j], j);
-        float least = n == count ? best[n - 1] : -INFINITY;
-        n = 0;
-        for (int j = 0; j < columns; j++)
-            for (int64_t i = j; top[j] >= least && i < width; i += columns)
-                if (score[i] >= least) n = kept(best, at, n, count, score[i], (int32_t)i);
+        float best[MOST];
+        int32_t at[MOST];
+        int odd;
+        const int32_t n = best_of_row(score, width, count, best, at, &odd);
         for (int32_t i = 0; i < count; i++) out[i] = i < n ? at[i] : -1;
+    }
+}
+
+enum { UNREAD, READ, ODD }; /* ODD: there are NaN */
+
+/* Ranks the rows at `place` that are unread: their `count` largest as for truedraft_likeliest, with the values, -INFINITY
+   where there are fewer. token, value, state: of all rows. */
+void truedraft_rank(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t places, int32_t count,
+                    int32_t *token, float *value, int8_t *state) {
+    if (count < 1 || count > MOST || width > INT32_MAX) return;
+    for (int64_t i = 0; i < places; i++) {
+        const int64_t row = place[i];
+        if (state[row] != UNREAD) continue;
+        float best[MOST];
+        int32_t at[MOST];
+        int odd;
+        const int32_t n = best_of_row(score + row * stride, width, count, best, at, &odd);
+        for (int32_t k = 0; k < count; k++) {
+            token[row * count + k] = k < n ? at[k] : -1;
+            value[row * count + k] = k < n ? best[k] : -INFINITY;
+        }
+        state[row] = odd ? ODD : READ;
     }
 }
 

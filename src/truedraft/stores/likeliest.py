@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p, cast
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,34 +39,6 @@ def largest(scores: Tensor) -> list:
         return out[:]
     each = scores.shape[1]
     return [out[at : at + each] for at in range(0, rows, each)]
-
-
-def largest_on_demand(scores: Tensor) -> Sequence[Sequence[int]]:
-    """`largest` of scores (rows, nodes, width), each index found when it is read: of a draft, few are."""
-    if (found := lines(scores)) is None:
-        return largest(scores)
-    flat, rows, width, stride = found
-    nodes = scores.shape[1]
-    return [_Largest(flat, first, nodes, width, stride) for first in range(0, rows, nodes)]
-
-
-class _Largest(Sequence[int]):
-    """The index of the first largest in each of the lines [first, first + nodes) of scores (lines, width)."""
-
-    def __init__(self, scores: Tensor, first: int, nodes: int, width: int, stride: int):
-        self._scores, self._nodes, self._width, self._stride = scores, nodes, width, stride
-        self._address = scores.data_ptr() + 4 * first * stride
-        self._found = (c_int32 * 1)()
-
-    def __len__(self) -> int:
-        return self._nodes
-
-    def __getitem__(self, node: Any) -> Any:
-        if not 0 <= node < self._nodes:
-            raise IndexError(node)
-        line = self._address + 4 * node * self._stride
-        library().truedraft_largest(line, 1, self._width, self._stride, self._found)  # type: ignore[union-attr]
-        return self._found[0]
 
 
 def likeliest(scores: Tensor, count: int) -> list[list[int]]:

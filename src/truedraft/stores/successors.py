@@ -12,6 +12,8 @@ from torch import Tensor
 from truedraft.stores._native import library
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.likeliest import MOST, likeliest, lines
+from truedraft.stores.ranks import COUNT, ranks_of
+from truedraft.tree import DraftTree, Scores
 
 TreeArrays = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # tokens, parents, confidence
 GrowTree = Callable[..., TreeArrays]
@@ -62,9 +64,7 @@ class Successors:
         """
         if len(tokens) * scores.shape[-1] != scores.numel():
             raise ValueError(f"{len(tokens)} tokens, and scores of {scores.numel() // scores.shape[-1]}")
-        if (most := max(scores.shape[-1], max(tokens) + 1)) > len(self._table):
-            smaller, self._table = self._table, np.zeros((most, self.count), np.int32)
-            self._table[: len(smaller)] = smaller
+        self._reserve(max(scores.shape[-1], max(tokens) + 1))
         found = lines(scores) if self.count <= min(MOST, scores.shape[-1]) else None
         if found is not None:
             (flat, *sizes), given = found, array("i", tokens)
@@ -76,6 +76,23 @@ class Successors:
             if best and token >= 0:
                 self._table[token] = 0
                 self._table[token, : len(best)] = np.array(best) + 1
+
+    def learn_pass(self, trees: Sequence[DraftTree], scores: Scores) -> None:
+        """`learn` the tokens of all nodes of a pass, whose scores are not read again where that has been done."""
+        ranks = ranks_of(scores) if self.count <= COUNT else None
+        if ranks is not None:
+            self._reserve(max(scores.logits.shape[-1], *[max(tree.tokens) + 1 for tree in trees]))
+            ranks.recycle(trees, self._table)
+        else:
+            width = scores.logits.shape[1]
+            padded = [token for tree in trees for token in (*tree.tokens, *[-1] * (width - len(tree)))]
+            self.learn(padded, scores.logits)
+
+    def _reserve(self, tokens: int) -> None:
+        """Have a line in the table for so many tokens."""
+        if tokens > len(self._table):
+            smaller, self._table = self._table, np.zeros((tokens, self.count), np.int32)
+            self._table[: len(smaller)] = smaller
 
     def tree(self, root: int, budget: int, template: Template) -> TreeArrays:
         """The first `budget` nodes of a template that there are successors for."""

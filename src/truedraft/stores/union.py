@@ -28,6 +28,12 @@ class Union(NamedTuple):
 
     def alone(self, emitted: Sequence[int], verified: int) -> tuple[list[int], list[int]]:
         """For each tree, counts of its own nodes among the first `verified`: those emitted, and all."""
+        native, tree = compiled(), self.tree
+        if native is not None and self.owners[0].bit_length() <= TREES:
+            found: tuple[list[int], list[int]] = native.alone(
+                self.owners, tree.tokens, tree.parent, tree.probes, list(emitted), verified
+            )
+            return found
         trees = self.owners[0].bit_length()
         right, made = [0] * trees, [0] * trees
         for owner in self.owners[1 : 1 + verified]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from truedraft.drafters._base import PassCost
-from truedraft.stores._cursor import Cursor
+from truedraft.stores._cursor import Cursor, Place, Search
 from truedraft.stores.automaton import Automaton, automaton
 from truedraft.stores.memory import Places
 from truedraft.stores.references import References
@@ -57,6 +57,15 @@ class RowText:
             if longest is not None:
                 text.shorten(cursor, longest)
         return found
+
+    def locate(self, place: Place, source: int, tokens: Sequence[int], added: int, search: Search) -> None:
+        """Move a place in the first `source` tokens of the references, or else of the own text, along the last `added`
+        tokens of the row, which it has followed."""
+        recent = tokens[max(len(tokens) - added - search.context + 1, 0) :]
+        if self.given is None:
+            self.automaton.locate(self.cursor, place, source, recent, added, search)
+        else:
+            self.given.automaton.locate(self._there, place, source, recent, added, search)
 
     def place(self, after: Sequence[int] = (), longest: int | None = None) -> tuple[Automaton, Cursor]:
         """The longer match of `places`; of equal ones that in the references."""

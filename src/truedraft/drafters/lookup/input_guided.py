@@ -11,7 +11,6 @@ encoder-decoder is drafted from its beginning.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from truedraft.card import Card, knob
 from truedraft.drafters._base import PerRow
 from truedraft.drafters._trees import copied_onward, root_of
 from truedraft.drafters.lookup._texts import RowText, row_text
+from truedraft.stores._cursor import Place, Search
 from truedraft.tree import DraftTree, Row
 
 AFAR = 5  # tokens of the shortest match anywhere in the input, while the old position is not given up
@@ -30,20 +30,16 @@ ASTRAY = 0.3  # to the power of the wrong tokens since: probability of the first
 
 @dataclass
 class InputState:
-    """A row's position in its input.
+    """A row and its input.
 
     source: the input's tokens, of references those indexed so far.
-    at: index of the next token, None where there is none.
-    run: consecutive tokens equal to the input. wrong: tokens since then that were not.
-    followed: tokens of the row followed so far.
+    place: the row's position in it, after its first `followed` tokens.
     """
 
     source: list[int]
     text: RowText
     followed: int
-    at: int | None = None
-    run: int = 0
-    wrong: int = 0
+    place: Place
 
 
 @dataclass
@@ -68,60 +64,19 @@ class InputGuided(PerRow[InputState]):
         text = row_text(row, self.pass_cost)
         source = text.given.tokens if text.given is not None else list(row.tokens[: row.prompt])
         begins = bool(row.source) and text.given is not None  # else its tokens are not those of the output
-        return InputState(source, text, len(row.tokens), at=0 if begins else None)
+        return InputState(source, text, len(row.tokens), Place(0 if begins else -1))
 
     def draft(self, row: Row, state: InputState, after: Sequence[int], budget: int) -> DraftTree:
         if not after:
             self._follow(row, state)
-        root, at = root_of(row, after), state.at
-        if at is None:
+        root, place = root_of(row, after), state.place
+        if place.at < 0:
             return DraftTree.chain(root, (), ())
-        first = ASTRAY**state.wrong if state.wrong else None if state.run else OPENING
-        return copied_onward(root, state.source, at + len(after), min(self.length, budget), state.run, first)
+        first = ASTRAY**place.wrong if place.wrong else None if place.run else OPENING
+        return copied_onward(root, state.source, place.at + len(after), min(self.length, budget), place.run, first)
 
     def _follow(self, row: Row, state: InputState) -> None:
         state.text.follow(row)
-        for end in range(state.followed + 1, len(row.tokens) + 1):
-            token = row.tokens[end - 1]
-            if state.at is not None and state.at < len(state.source) and state.source[state.at] == token:
-                state.at, state.run = state.at + 1, 1 if state.wrong else state.run + 1
-                state.wrong = 0
-            elif state.at is not None:
-                self._depart(state, row.tokens[max(end - CONTEXT, 0) : end])
+        search = Search(self.shortest, AFAR, CONTEXT, self.reach, self.patience, REPLACED)
+        state.text.locate(state.place, len(state.source), row.tokens, len(row.tokens) - state.followed, search)
         state.followed = len(row.tokens)
-        if state.at is None or state.wrong:
-            self._relocate(state)
-
-    def _depart(self, state: InputState, last: Sequence[int]) -> None:
-        """After a departure from the input: take the best match nearby, or assume that one token was replaced."""
-        assert state.at is not None
-        source, at = state.source, state.at
-        best, found, matched = REPLACED, None, 0
-        for place in range(max(at - self.reach, 1), min(at + self.reach, len(source)) + 1):
-            if source[place - 1] == last[-1]:
-                length = 1
-                while length < min(len(last), place) and source[place - 1 - length] == last[-1 - length]:
-                    length += 1
-                score = 2 * length - math.log2(1 + abs(place - at))
-                if score > best:
-                    best, found, matched = score, place, length
-        if found is not None:
-            state.at, state.run, state.wrong = found, matched, 0
-        elif state.run or state.wrong:
-            state.at, state.run, state.wrong = at + 1, 0, state.wrong + 1
-            if state.wrong > self.patience:
-                state.at = None
-        else:
-            state.at = None
-
-    def _relocate(self, state: InputState) -> None:
-        """Take the first match of the last tokens in the input, at any distance from the old position."""
-        automaton, cursor = state.text.places(longest=CONTEXT)[0]
-        for length, _ in automaton.suffixes(cursor):
-            if length < (self.shortest if state.at is None else AFAR):
-                return
-            automaton.shorten(cursor, length)
-            end = automaton.first(cursor)
-            if end + 1 < len(state.source):
-                state.at, state.run, state.wrong = end + 1, length, 0
-                return

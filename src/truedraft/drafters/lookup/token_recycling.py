@@ -62,10 +62,9 @@ class TokenRecycling(PerRow[Successors]):
     def learn_all(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        state, width = self._states[id(rows[0])], scores.logits.shape[1]
+        state = self._states[id(rows[0])]
         if all(self._states[id(row)] is state for row in rows):  # of one namespace
-            padded = [token for tree in trees for token in (*tree.tokens, *[-1] * (width - len(tree)))]
-            state.learn(padded, scores.logits)
+            state.learn_pass(trees, scores)
         else:
             super().learn_all(rows, trees, scores, accepted)
 
