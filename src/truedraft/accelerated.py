@@ -51,6 +51,7 @@ from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
+from truedraft.targets.pooling import UTILIZATION
 from truedraft.targets.unwrapping import unwrapped
 from truedraft.views._base import View
 
@@ -220,12 +221,17 @@ class Accelerated(StandIn):
         piece_seconds: float = PIECE_SECONDS,
         prefix_bytes: int = 0,
         share_prefixes: bool = False,
+        kv_cache_memory_bytes: int | None = None,
+        memory_utilization: float = UTILIZATION,
     ) -> ContinuousEngine:
         """A running batch that requests enter and leave between steps (continuous batching); see `ContinuousEngine`.
         It has a cache and a control of its own, so `generate` may be called while it exists.
 
+        Requests share the memory for keys and values, and take of it as they grow: short ones run many at a time, long
+        ones few.
+
         Args:
-            max_rows: requests that run at once.
+            max_rows: most requests that run at once.
             max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not
                 counted.
             piece_seconds: prompts are read in pieces between passes; that a piece should take at most, while rows
@@ -234,9 +240,12 @@ class Accelerated(StandIn):
                 prefix; 0 for none.
             share_prefixes: whether requests of one namespace may reuse those of another: it shows in `cached_tokens`,
                 and in time, what others have asked.
+            kv_cache_memory_bytes: most bytes of keys and values, of prefixes too, which give way to requests; by
+                default what `memory_utilization` leaves.
+            memory_utilization: share of the device's memory that may be in use, by whatever, once this is full.
 
         Raises:
-            Refused: a size is not an integer or too small, or cache and prefixes do not fit in memory.
+            Refused: a size is of another type or out of range, or a request of `max_tokens` does not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
@@ -245,7 +254,8 @@ class Accelerated(StandIn):
         with self._call():
             engine = ContinuousEngine(
                 self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
-                max_rows, max_tokens, piece_seconds, prefix_bytes, share_prefixes,
+                max_rows, max_tokens, piece_seconds, prefix_bytes, share_prefixes, kv_cache_memory_bytes,
+                memory_utilization,
             )  # fmt: skip
             self._engines.add(engine)
             return engine
