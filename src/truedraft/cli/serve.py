@@ -48,8 +48,8 @@ def serve(**options: Any) -> int:
     if check:
         from truedraft.serve import plan
 
-        print(plan.described(parts := plan.planned(config)))
-        plan.check_fits(parts, config)
+        print(plan.described(found := plan.planned(config)))
+        plan.check_fits(found, config)
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
