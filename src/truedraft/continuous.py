@@ -222,7 +222,6 @@ class ContinuousEngine:
 
             check = partial(self._check, drafter.width + extra_probes(verifier, drafter.width))
             request = request_of(prepared, call, target, self.tokenizer, drafter, verifier, "keep", check)
-            request.reach = drafter.width + extra_probes(verifier, drafter.width)
             report = reports.new_report(target, drafter, verifier, self._control, {"all": 0.0})
             report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
             if self._reuses and (self._prefixes is None or not reuses(request)):

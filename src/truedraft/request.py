@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule, extra_probes
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
 from truedraft.logprobs import PromptScores
@@ -43,7 +43,7 @@ class Request:
     chance: Chance
     history: History
     prompt_scores: PromptScores | None = None
-    reach: int = field(default=0, init=False)
+    reach: int = field(init=False)
     admitted: int = field(default=-1, init=False)
     passes: list[Pass] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
@@ -53,6 +53,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.argmax = self.rule if isinstance(self.rule, ArgmaxRule) else None
+        self.reach = self.drafter.width + extra_probes(self.rule, self.drafter.width)
         self.probing = self.rule if isinstance(self.rule, ProbingRule) else None
         for row in self.rows:
             row.request = self
