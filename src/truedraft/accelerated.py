@@ -45,6 +45,7 @@ from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
+from truedraft.runtime.releasing import released
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
@@ -359,6 +360,7 @@ def accelerate(
     ties: str = "keep",
     view: str | View | None = None,
     layout: Layout | None = None,
+    release_weights: bool = False,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
@@ -392,6 +394,10 @@ def accelerate(
             the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
             (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`; of any-subset models, which fill
             masks anywhere, an `AcceleratedSubset`).
+        release_weights: keep the weights of linear layers of the model itself once, as compiled passes read them, where
+            they would read copies otherwise: half the memory, and the same bits. `model.generate` goes on, by compiled
+            products; the model can no longer be trained or saved, its weights not be written to, and long prompts are
+            read by the compiled pass too. Needs torchao.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -404,6 +410,9 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
+        if release_weights:
+            check_hosted(model)
+            released(model)
         if renoises(model):
             check_for_canvas(ties, control)
             return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore
