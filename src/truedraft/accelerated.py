@@ -45,12 +45,14 @@ from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
+from truedraft.runtime.releasing import released
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
+from truedraft.targets.pooling import UTILIZATION
 from truedraft.targets.unwrapping import unwrapped
 from truedraft.views._base import View
 
@@ -219,12 +221,17 @@ class Accelerated(StandIn):
         piece_seconds: float = PIECE_SECONDS,
         prefix_bytes: int = 0,
         share_prefixes: bool = False,
+        kv_cache_memory_bytes: int | None = None,
+        memory_utilization: float = UTILIZATION,
     ) -> ContinuousEngine:
         """A running batch that requests enter and leave between steps (continuous batching); see `ContinuousEngine`.
         It has a cache and a control of its own, so `generate` may be called while it exists.
 
+        Requests share the memory for keys and values, and take of it as they grow: short ones run many at a time, long
+        ones few.
+
         Args:
-            max_rows: requests that run at once.
+            max_rows: most requests that run at once.
             max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not
                 counted.
             piece_seconds: prompts are read in pieces between passes; that a piece should take at most, while rows
@@ -233,9 +240,12 @@ class Accelerated(StandIn):
                 prefix; 0 for none.
             share_prefixes: whether requests of one namespace may reuse those of another: it shows in `cached_tokens`,
                 and in time, what others have asked.
+            kv_cache_memory_bytes: most bytes of keys and values, of prefixes too, which give way to requests; by
+                default what `memory_utilization` leaves.
+            memory_utilization: share of the device's memory that may be in use, by whatever, once this is full.
 
         Raises:
-            Refused: a size is not an integer or too small, or cache and prefixes do not fit in memory.
+            Refused: a size is of another type or out of range, or a request of `max_tokens` does not fit in memory.
         """
         if self.ties != "keep":
             raise Refused(f"ties={self.ties!r} is for generate(): engine() keeps the choices of its passes")
@@ -244,7 +254,8 @@ class Accelerated(StandIn):
         with self._call():
             engine = ContinuousEngine(
                 self.model, self.tokenizer, self.drafter, self._parts[1], self.control.another(), self._hosting,
-                max_rows, max_tokens, piece_seconds, prefix_bytes, share_prefixes,
+                max_rows, max_tokens, piece_seconds, prefix_bytes, share_prefixes, kv_cache_memory_bytes,
+                memory_utilization,
             )  # fmt: skip
             self._engines.add(engine)
             return engine
@@ -348,6 +359,7 @@ def accelerate(
     ties: str = "keep",
     view: str | View | None = None,
     layout: Layout | None = None,
+    release_weights: bool = False,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
@@ -381,6 +393,10 @@ def accelerate(
             the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
             (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`; of any-subset models, which fill
             masks anywhere, an `AcceleratedSubset`).
+        release_weights: keep the weights of linear layers of the model itself once, as compiled passes read them, where
+            they would read copies otherwise: half the memory, and the same bits. `model.generate` goes on, by compiled
+            products; the model can no longer be trained or saved, its weights not be written to, and long prompts are
+            read by the compiled pass too. Needs torchao.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -393,6 +409,9 @@ def accelerate(
         if quantize is not None:
             check_hosted(model)
             quantized(model, quantize)
+        if release_weights:
+            check_hosted(model)
+            released(model)
         if renoises(model):
             check_for_canvas(ties, control)
             return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore

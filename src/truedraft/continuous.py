@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from truedraft import reports
 from truedraft.accept._base import Rule, extra_probes
+from truedraft.caches.pool import SPARE, Pool
 from truedraft.call.arguments import Document, check_arguments, check_settings, for_decode_loop, noise_of, sources_of
 from truedraft.call.numbers import named
 from truedraft.call.outcome import cut
@@ -28,10 +29,12 @@ from truedraft.engine import Engine
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.reading import PiecewiseEngine, reuses
+from truedraft.reading import PiecewiseEngine, preemptible, reuses
+from truedraft.request import Request
 from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
 from truedraft.targets.hosting import hosted
+from truedraft.targets.pooling import UTILIZATION, check_memory, reserved
 from truedraft.views._base import View
 
 DRAFTS = 256  # positions of the cache beyond a row's tokens, for drafts and probes
@@ -52,6 +55,12 @@ class ContinuousEngine:
     depend on the other requests, nor on when it was added, nor on kept prefixes. Requests without a slot wait, first
     come first served.
 
+    Memory: requests share that of one pool, and take of it as they grow. Where one can grow no further, the one that
+    was added last gives its memory back, and is read again later, with the same text. Requests that cannot be read
+    again begin once there is room for all of their tokens: under a view, of embeddings, of an encoder-decoder, and
+    where the passes of drafts and of prompts round differently. Where slots take all of their memory from the start (on
+    a GPU), there are as many as fit.
+
     Errors: an exception from a part of one request (processor, stopping criterion, streamer, rule, drafter) ends that
     request, with `finish_reason` "error"; one from a drafter that requests share ends those that it was called for. An
     exception from the target or the control, or Ctrl-C, is raised by `step` and closes the engine.
@@ -59,14 +68,20 @@ class ContinuousEngine:
     Threads: calls from several threads take turns; a call within a call (from a streamer, a processor) is refused.
 
     Args:
-        max_rows: requests that run at once.
+        max_rows: most requests that run at once.
         max_tokens: most tokens of a request, prompt and output together; sources of an encoder-decoder are not counted.
         piece_seconds: that a piece of prompts should take at most, while rows wait for it.
         prefix_bytes: most bytes of keys and values kept for prompts with the same prefix; 0 for none.
         share_prefixes: whether requests of one namespace may reuse those of another.
+        kv_cache_memory_bytes: most bytes of keys and values, of prefixes too, which give way to requests; by default
+            what `memory_utilization` leaves.
+        memory_utilization: share of the device's memory that may be in use, by whatever, once this is full.
+
+    Attributes:
+        preemptions: how often a request gave its memory back to be read again later.
 
     Raises:
-        Refused: a size is not an integer or too small, or cache and prefixes do not fit in memory.
+        Refused: a size is of another type or out of range, or a request of `max_tokens` does not fit in memory.
     """
 
     def __init__(
@@ -82,6 +97,8 @@ class ContinuousEngine:
         piece_seconds: float = PIECE_SECONDS,
         prefix_bytes: int = 0,
         share_prefixes: bool = False,
+        kv_cache_memory_bytes: int | None = None,
+        memory_utilization: float = UTILIZATION,
     ):
         sizes = ("max_rows", max_rows, 1), ("max_tokens", max_tokens, 2), ("prefix_bytes", prefix_bytes, 0)
         for name, value, least in sizes:
@@ -89,31 +106,39 @@ class ContinuousEngine:
                 raise Refused(f"{name}={value!r}: give an integer of {least} or more")
         if isinstance(piece_seconds, bool) or not isinstance(piece_seconds, int | float) or not piece_seconds > 0:
             raise Refused(f"piece_seconds={piece_seconds!r}: give a number above 0, in seconds")
+        check_memory(kv_cache_memory_bytes, memory_utilization)
         self.model, self.tokenizer = model, tokenizer
-        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.max_tokens = max_tokens
         self._drafter, self._rule = drafter, rule
         self._target = hosted(model, *hosting)
         with defaults():
-            self._target.reserve(max_rows, max_tokens + DRAFTS)
-            self._engine: Engine | None = self._made(control, piece_seconds, prefix_bytes, share_prefixes)
+            self.max_rows, limit = reserved(
+                self._target, max_rows, max_tokens, max_tokens + DRAFTS, prefix_bytes, kv_cache_memory_bytes,
+                memory_utilization,
+            )  # fmt: skip
+            self._engine: Engine | None = self._made(control, piece_seconds, limit, prefix_bytes, share_prefixes)
         self._watch, self._control = Stopwatch(), control
         self._watch.attach(self._engine)
         self._step = self._watch.timed_steps(self._engine.step)
         self._totals = Totals()
         self._compared = (0.0, 0.0)  # time of the last check for changes, and its seconds
         self._added = 0  # requests since the last step
+        self._lacking = False  # whether the request in front waits for memory
         self._plain = Plain()
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, tuple[EngineRequest, float]] = {}  # id(request) -> the request, time of admission
 
-    def _made(self, control: Control, piece_seconds: float, prefix_bytes: int, shared: bool) -> Engine:
+    def _made(self, control: Control, piece_seconds: float, limit: int, prefix_bytes: int, shared: bool) -> Engine:
         """The engine; those of encoder-decoders read prompts whole, and keep no prefixes."""
         piecewise = self._target.granularity is not None
         self._reuses = piecewise and prefix_bytes > 0  # prefixes, as far as the model allows it
         self._prefixes = self._target.prefixes(prefix_bytes, shared) if self._reuses else None
-        if piecewise:
-            return PiecewiseEngine(self._target, control, piece_seconds, self._prefixes)
-        return Engine(self._target, control)
+        self._pool = Pool(limit, self._target.position_bytes, self._prefixes)
+        self._piecewise: PiecewiseEngine | None = None
+        if not piecewise:
+            return Engine(self._target, control)
+        self._piecewise = PiecewiseEngine(self._target, control, piece_seconds, self._pool, self._prefixes)
+        return self._piecewise
 
     def __enter__(self) -> ContinuousEngine:
         return self
@@ -125,9 +150,19 @@ class ContinuousEngine:
         return bool(self._waiting or self._running)
 
     def room(self) -> int:
-        """Requests that could still begin with the next step; negative where some wait for a slot. Those with long
-        sources may also wait for memory."""
-        return self.max_rows - len(self._running) - len(self._waiting)
+        """Requests that could still begin with the next step, as far as there is memory for them; 0 while one waits for
+        memory, and negative where some wait for a slot."""
+        free = self.max_rows - len(self._running) - len(self._waiting)
+        return min(free, 0) if self._lacking else free
+
+    @property
+    def preemptions(self) -> int:
+        return self._piecewise.preemptions if self._piecewise else 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the memory for keys and values that running requests hold, 0 to 1."""
+        return self._pool.used / max(self._pool.limit, 1)
 
     def add_request(
         self,
@@ -275,7 +310,7 @@ class ContinuousEngine:
         return EngineReport(
             self._target.runtime, name_of(self._control), totals, len(self._waiting), len(running),
             dict(self._watch.seconds), sum(not request._request.passes for request, _ in running),
-            self._prefixes.bytes if self._prefixes else 0,
+            self._prefixes.bytes if self._prefixes else 0, self._pool.used, self._pool.limit, self.preemptions,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -368,6 +403,8 @@ class ContinuousEngine:
         ended = []
         while self._waiting and len(self._running) < self.max_rows:
             request = self._waiting[0]
+            if self._lacks_memory(request._request):
+                break
             try:
                 self._target.check_room(request._request.prompts)
             except NoRoom as error:
@@ -381,6 +418,17 @@ class ContinuousEngine:
                 engine.admit(request._request)
             self._waiting.popleft()
         return ended
+
+    def _lacks_memory(self, request: Request) -> bool:
+        """Grant a request the memory that it begins with: whether it has to wait for that. Preempted ones go first."""
+        prompt, row = request.prompts[0], request.rows[0]
+        first = len(prompt) if self._piecewise and preemptible(self._target, request) else row.prompt + row.room
+        if self._prefixes is not None:
+            self._prefixes.use(row.namespace, row.tokens)
+        spare = SPARE if self._running else 0
+        before = self._piecewise is not None and bool(self._piecewise.preempted)
+        self._lacking = before or not self._pool.grant(request, first + request.reach, spare)
+        return self._lacking
 
     def _after_pass(self, request: EngineRequest) -> None:
         """Feed the streamer of a request after a pass; finish the request if its row has ended or failed."""
@@ -419,3 +467,5 @@ class ContinuousEngine:
             report.notes.append("aborted: the text ends with the last pass that was completed")
         self._totals.end(report, request.finish_reason)
         self._running.pop(id(inner), None)
+        self._pool.free(inner)
+        self._lacking = False

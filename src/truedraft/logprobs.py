@@ -54,6 +54,10 @@ class PromptScores:
         self._ids = ids
         self.places: list[PromptLogprobs] = []
 
+    def restart(self) -> None:
+        """The prompt will be read again from its first token on."""
+        self.places.clear()
+
     def add(self, logits: Tensor) -> None:
         """The logits at the next positions of the prompt, in the order of their tokens; those of the last are ignored,
         since what follows it is no token of the prompt.

@@ -6,6 +6,11 @@ that a piece completes are verified at once: their rows emit their first token a
 Where prefixes are kept, a prompt waits while an older one that begins with the same tokens is being read, and loads
 these tokens once the older one has been read so far, or has left. A prompt whose log-probabilities are asked for loads
 none: it is read whole, in pieces whose logits fit in SCORED bytes.
+
+Rows share the memory of a pool (`caches/pool.py`). Where a row can grow no further, the request that was admitted last
+gives its memory back: it is *preempted*. Once there is room, before any new request begins, it is read again, its text
+so far as its prompt; since a node's numbers have the same bits in whatever pass they are computed, its text goes on as
+it would have. The request that was admitted first is never preempted while it can be helped, so all of them end.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from truedraft.caches.pool import SPARE, Pool
 from truedraft.caches.prefixes import Prefixes, agreeing
 from truedraft.control._base import Control
 from truedraft.engine import Engine, taps_of
@@ -64,8 +70,8 @@ class Reading:
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of the prompt are asked for."""
-        return self.request.prompt_scores is not None
+        """Whether the log-probabilities of the prompt are asked for, and not known already."""
+        return self.request.prompt_scores is not None and not self.request.passes
 
     @property
     def leader(self) -> Reading | None:
@@ -75,7 +81,7 @@ class Reading:
     def add(self, piece: Piece, scores: Scores) -> None:
         """Add a piece that was read."""
         self.end = piece.end
-        if (scores_of := self.request.prompt_scores) is not None:
+        if (scores_of := self.request.prompt_scores) is not None and self.scored:
             scores_of.add(scores.logits[0])
         for layer in self.taps.hidden:
             self.hidden.setdefault(layer, []).append(scores.hidden[layer][0])
@@ -91,6 +97,13 @@ def reuses(request: Request) -> bool:
     """Whether a request may load the keys and values of a prefix: what else it requires of the prompt would be missing,
     its hidden states and log-probabilities."""
     return request.prompts[0].ids is not None and not (taps_of(request.rows).hidden or request.prompt_scores)
+
+
+def preemptible(target: Target, request: Request) -> bool:
+    """Whether a request may give its memory back and be read again later, with the same text: its nodes have the same
+    bits as those of a prompt, and its prompt is tokens alone."""
+    same = target.batch_invariant and target.granularity == 1 and target.view is None
+    return same and all(prompt.ids is not None and prompt.states is None for prompt in request.prompts)
 
 
 class PieceSize:
@@ -113,13 +126,22 @@ class PiecewiseEngine(Engine):
 
     Args:
         seconds: that a piece should take at most while rows run; it has LEAST positions in any case.
+        pool: the memory of its rows; what a request begins with is granted before it is admitted.
         prefixes: where the keys and values of prompts that were read and of rows that leave are kept for prompts with
             the same prefix, if anywhere; see `reuses`.
+
+    Attributes:
+        preempted: requests that wait to be read again, the one that was admitted first in front.
+        preemptions: how often a request was preempted.
     """
 
-    def __init__(self, target: Target, control: Control, seconds: float, prefixes: Prefixes | None = None):
+    def __init__(
+        self, target: Target, control: Control, seconds: float, pool: Pool, prefixes: Prefixes | None = None
+    ):  # fmt: skip
         super().__init__(target, control)
-        self._size, self._prefixes = PieceSize(seconds), prefixes
+        self._size, self._pool, self._prefixes = PieceSize(seconds), pool, prefixes
+        self.preempted: list[Request] = []
+        self.preemptions = self._admissions = 0
         self._reading: list[Reading] = []  # the oldest first
         self._read_last = False  # whether the last step read a piece
         self._odd = 0  # of the number of pieces, in turn 0 and 1
@@ -127,7 +149,7 @@ class PiecewiseEngine(Engine):
 
     @property
     def running(self) -> bool:
-        return bool(self._reading) or super().running
+        return bool(self._reading or self.preempted) or super().running
 
     @property
     def reading(self) -> int:
@@ -137,6 +159,11 @@ class PiecewiseEngine(Engine):
     def admit(self, request: Request) -> None:
         """Add a request; its prompt is read from the next step on, without the prefix that is stored of it or that an
         older prompt being read has in common with it."""
+        request.admitted = self._admissions
+        self._admissions += 1
+        self._begin_reading(request)
+
+    def _begin_reading(self, request: Request) -> None:
         one = Reading(request, self.target.open(), taps_of(request.rows))
         self._reading.append(one)
         if self._prefixes is not None and reuses(request):
@@ -149,29 +176,79 @@ class PiecewiseEngine(Engine):
         Returns:
             The requests that took part in the pass, or that failed; none where no prompt was completed.
         """
+        self._failed = []
+        self._resume()
         self._read_last = bool(self._reading) and not (self.rows and self._read_last)
         if not self._read_last:
-            return super().step()
+            self._grow()
+        failed = self._failed  # as they were preempted
+        if not self._read_last and (self.rows or not self._reading):
+            return failed + super().step()
         complete = self._read_piece()
         if not complete:
             self.passes += 1
-            return []
+            return failed
         for one in complete:
             super().admit(one.request)
         advanced = super().step()
         for one in complete:
             if one in self._reading:  # it failed before it was activated
                 self._drop(one)
-        return advanced
+        return failed + advanced
 
     def cancel(self, request: Request) -> None:
+        if request in self.preempted:
+            self.preempted.remove(request)
         for one in [one for one in self._reading if one.request is request]:
             self._drop(one)
         super().cancel(request)
 
     def close(self) -> None:
         self._reading.clear()
+        self.preempted.clear()
         super().close()
+
+    def _resume(self) -> None:
+        """Read preempted requests again, as far as there is memory for them."""
+        while self.preempted:
+            request = self.preempted[0]
+            spare = SPARE if self.rows or self._reading else 0
+            if not self._pool.grant(request, len(request.prompts[0]) + request.reach, spare):
+                break
+            self.preempted.pop(0)
+            self._begin_reading(request)
+
+    def _grow(self) -> None:
+        """Grant every row the positions that the next pass may write, those that were admitted first before others; for
+        what is lacking, requests are preempted."""
+        if all(self._pool.has(row.request, len(row.tokens) + row.request.reach) for row in self.rows):
+            return
+        for request in sorted((row.request for row in self.rows), key=_admitted):
+            while request not in self.preempted:
+                if self._pool.grant(request, len(request.rows[0].tokens) + request.reach):
+                    break
+                self._preempt(self._victim())
+
+    def _victim(self) -> Request:
+        """The request that was admitted last, of those that can be preempted; among these is any that has to grow."""
+        held = [row.request for row in self.rows] + [one.request for one in self._reading]
+        return max((request for request in held if preemptible(self.target, request)), key=_admitted)
+
+    def _preempt(self, request: Request) -> None:
+        """Give the memory of a request back; it will be read again from its first token on."""
+        for one in [one for one in self._reading if one.request is request]:
+            self._reading.remove(one)
+            self.target.discard(one.slot)
+        for row in [row for row in self.rows if row.request is request]:
+            super()._leave(row.slot)
+            row.request = request
+            request.prompts = self.target.prompts([row], [row.tokens], 0)
+        if request.prompt_scores is not None and not request.passes:
+            request.prompt_scores.restart()
+        self._pool.free(request)
+        self.preempted.append(request)
+        self.preempted.sort(key=_admitted)
+        self.preemptions += 1
 
     def _read_piece(self) -> list[Reading]:
         """Read the next piece; returns the requests whose prompts it completes."""
@@ -234,7 +311,9 @@ class PiecewiseEngine(Engine):
 
     def _load(self, prefixes: Prefixes, one: Reading) -> None:
         """Load the stored prefix of a prompt of which nothing has been read; leaders remain that have GAIN more."""
-        one.end = one.request.cached_tokens = prefixes.load(one.row.namespace, one.row.tokens, one.slot)
+        one.end = prefixes.load(one.row.namespace, one.row.tokens, one.slot)
+        if not one.request.passes:
+            one.request.cached_tokens = one.end
         one.leaders = {other: count for other, count in one.leaders.items() if count >= one.end + GAIN}
 
     def _loadable(self, prefixes: Prefixes, one: Reading, other: Reading) -> int:
@@ -280,3 +359,7 @@ class PiecewiseEngine(Engine):
             row = request.rows[0]
             ids = row.tokens if self.target.granularity == 1 else row.tokens[: row.prompt]
             self._prefixes.store(row.namespace, ids, slot)
+
+
+def _admitted(request: Request) -> int:
+    return request.admitted

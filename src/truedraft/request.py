@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule
+from truedraft.accept._base import ArgmaxRule, ProbingRule, Rule, extra_probes
 from truedraft.chance import Chance
 from truedraft.drafters._base import Drafter
 from truedraft.logprobs import PromptScores
@@ -27,6 +27,8 @@ class Request:
     chance: the source of random numbers.
     history: padded token ids of all rows, for processors and criteria.
     prompt_scores: receives the logits of the prompt of its only row; None where they are not asked for.
+    reach: most positions that a pass writes behind the tokens of a row.
+    admitted: its place in the order in which the requests of an engine were admitted.
     passes: the passes that its rows took part in, so far.
     cached_tokens: prompt tokens whose keys and values were stored by an earlier request.
     error: the exception that ended it; None where there was none.
@@ -41,6 +43,8 @@ class Request:
     chance: Chance
     history: History
     prompt_scores: PromptScores | None = None
+    reach: int = field(init=False)
+    admitted: int = field(default=-1, init=False)
     passes: list[Pass] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
     argmax: ArgmaxRule | None = field(init=False)  # the rule, if it may decide all nodes at once
@@ -49,6 +53,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.argmax = self.rule if isinstance(self.rule, ArgmaxRule) else None
+        self.reach = self.drafter.width + extra_probes(self.rule, self.drafter.width)
         self.probing = self.rule if isinstance(self.rule, ProbingRule) else None
         for row in self.rows:
             row.request = self

@@ -294,6 +294,8 @@ class EngineReport:
     totals: of all requests so far.
     waiting, running: requests now; those whose prompts are being read run too. reading: how many these are.
     prefix_bytes: bytes of keys and values kept for prompts with the same prefix.
+    kv_bytes: those granted to running requests. kv_limit: the most of both together.
+    preemptions: how often a request gave its memory back to be read again later.
     seconds: wall time by part, as in `Report`; "all" is the time within steps, but for admission and streamers.
     """
 
@@ -305,6 +307,9 @@ class EngineReport:
     seconds: dict[str, float]
     reading: int = 0
     prefix_bytes: int = 0
+    kv_bytes: int = 0
+    kv_limit: int = 0
+    preemptions: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -330,6 +335,9 @@ class EngineReport:
             "running": self.running,
             "reading": self.reading,
             "prefix_bytes": self.prefix_bytes,
+            "kv_bytes": self.kv_bytes,
+            "kv_limit": self.kv_limit,
+            "preemptions": self.preemptions,
             **asdict(self.totals),
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 4),
@@ -353,3 +361,5 @@ class EngineReport:
         yield "speed", f"{self.tokens_per_second:.1f} tokens/s"
         if self.totals.cached_tokens or self.prefix_bytes:
             yield "prefixes", f"{self.totals.cached_tokens} tokens reused, {self.prefix_bytes:,} bytes kept"
+        if self.kv_limit:
+            yield "KV cache", f"{self.kv_bytes:,} bytes of {self.kv_limit:,} in use, {self.preemptions} preemptions"

@@ -128,6 +128,18 @@ class Prefixes:
         self._cache.cursor.reading[slot] = length
         return length
 
+    def use(self, namespace: str, ids: Sequence[int]) -> None:
+        """Mark what is stored of a prompt as the most recently used."""
+        if (root := self._roots.get("" if self.shared else namespace)) is not None:
+            tokens = torch.tensor(ids, dtype=torch.long, device="cpu")
+            self._use([edge for edge, _ in self._found(root, tokens)])
+
+    def resize(self, limit: int) -> None:
+        """Set the most bytes; what was used least recently is dropped where there are more."""
+        self.limit = limit
+        while self.bytes > limit:
+            self._drop(next(iter(self._recent)))
+
     def clear(self) -> None:
         """Drop everything."""
         self._roots.clear()

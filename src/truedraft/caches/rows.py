@@ -3,6 +3,8 @@
 Slots 0..n-1 are in use. A pass writes each row's tree behind the row's own length; a commit keeps the accepted
 path there, and the entries beyond the new length are ignored. Rows whose prompts are read in pieces have other slots
 until they are activated.
+
+On the CPU a slot takes memory as its row grows, and gives it back when the row leaves (`caches/pages.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from truedraft.caches import pages
 from truedraft.caches.entries import Entries
 from truedraft.tree import DraftTree
 
@@ -145,13 +148,18 @@ class RowLayer(SlotLayer):
     """One layer's keys and values, (slots, heads, capacity, head size), allocated at the first write."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        c = self.cursor
         # zeros, not empty: positions behind a row are masked, and a masked NaN is still a NaN
+        c, self._pages = self.cursor, list[pages.Pages]()
         self.keys, self.values = (
-            torch.zeros(c.slots, s.shape[1], c.capacity, s.shape[3], dtype=s.dtype, device=s.device)
-            for s in (key_states, value_states)
+            self._zeros((c.slots, s.shape[1], c.capacity, s.shape[3]), s) for s in (key_states, value_states)
         )
         self.is_initialized = True
+
+    def _zeros(self, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+        if not (like.is_cpu and pages.available()):
+            return torch.zeros(*sizes, dtype=like.dtype, device=like.device)
+        self._pages.append(pages.Pages(sizes, like.dtype))
+        return self._pages[-1].tensor
 
     def allocate(
         self, heads: int, size: int, dtype: torch.dtype, device: torch.device, values: int | None = None
@@ -194,6 +202,15 @@ class RowLayer(SlotLayer):
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
+
+    def give_back(self, slot: int, length: int) -> None:
+        """Give back the memory of the entries of a slot behind its first `length` positions, which need not be kept."""
+        for own in self._pages:
+            _, heads, capacity, size = own.tensor.shape
+            first = slot * heads
+            for head in range(first, first + heads) if length else (first,):
+                end = head + 1 if length else first + heads
+                own.give_back((head * capacity + length) * size, end * capacity * size)
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
@@ -326,10 +343,26 @@ class RowCache(Cache):
         self.cursor.released(slot)
         last = len(self.lengths) - 1
         if slot != last:
-            for layer in self.attention:
-                layer.move(last, slot, self.lengths[last])
+            self._move_entries(last, slot, self.lengths[last])
             self.lengths[slot] = self.lengths[last]
+        else:
+            self._give_back(slot)
         self.lengths.pop()
+
+    def _move_entries(self, source: int, target: int, length: int) -> None:
+        """Move the first positions of a slot to another one, and give back what neither needs; layer by layer, so that
+        little is held twice."""
+        for layer in self.attention:
+            if layer.is_initialized:
+                layer.move(source, target, length)
+                layer.give_back(target, length)
+                layer.give_back(source, 0)
+
+    def _give_back(self, slot: int) -> None:
+        """Give back the memory of a slot."""
+        for layer in self.attention:
+            if layer.is_initialized:
+                layer.give_back(slot, 0)
 
     def open(self) -> int:
         """Take a free slot for a row whose prompt will be read in pieces: the first, where it can remain."""
@@ -350,14 +383,14 @@ class RowCache(Cache):
                 layer.swap(slot, new, max(length, other) + 1)
             reading[slot] = other
         elif slot != new:
-            for layer in self.attention:
-                layer.move(slot, new, length + 1)
+            self._move_entries(slot, new, length + 1)
         self.lengths.append(length)
         return new
 
     def discard(self, slot: int) -> None:
         """Free the slot of a row whose prompt is being read."""
         del self.cursor.reading[slot]
+        self._give_back(slot)
 
     def copied(self, slot: int, first: int, last: int) -> list[Tensor]:
         """Copies of the entries at positions `first` to `last` of a slot: keys and values of each layer, (heads,

@@ -108,6 +108,11 @@ class Seq2SeqCache(EncoderDecoderCache):
         return self.rows.lengths
 
     @property
+    def bytes_per_position(self) -> int:
+        """Bytes of the decoder's keys and values of one position in all layers."""
+        return self.rows.bytes_per_position
+
+    @property
     def width(self) -> int:
         """Positions of a source per slot; 0 where no slot is in use."""
         return self.source_mask.shape[1] if self.lengths else 0

@@ -85,6 +85,13 @@ class ContinuousCanvas:
         self._waiting: deque[CanvasRequest] = deque()
         self._running: list[CanvasRequest] = []  # by slot
 
+    preemptions = 0  # each slot has all of its memory
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the memory for keys and values that running requests hold, 0 to 1."""
+        return len(self._running) / self.max_rows
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting or self._running)
 

@@ -102,12 +102,13 @@ def accelerated(
     view: str | None = None,
     attention: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
+    release_weights: bool = False,
 ) -> Accelerated:
     """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`, an
     any-subset model as `AcceleratedSubset`.
 
-    threads: of torch; None leaves them as they are. attention: of a diffusion model, if not as it declares. The other
-        arguments are those of `load`.
+    threads: of torch; None leaves them as they are. attention: of a diffusion model, if not as it declares.
+        release_weights: see `accelerate`. The other arguments are those of `load`.
 
     Raises:
         Refused: a name is unknown, or the model cannot be hosted exactly.
@@ -131,4 +132,4 @@ def accelerated(
         if _kind(loaded[0]) != "text":  # of the hub, it is known only now
             made = parts
         layout = attending(loaded[0].config, loaded[1], attention, f"{argument} {name!r}")
-        return accelerate(*loaded, **made, ties=ties, view=view, layout=layout)
+        return accelerate(*loaded, **made, ties=ties, view=view, layout=layout, release_weights=release_weights)

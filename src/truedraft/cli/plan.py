@@ -101,4 +101,6 @@ def _print(found: Plan) -> None:
     for device, (needed, there) in found.beside.items():
         print_folded(out, f"Needed at once on {device}: {size(needed)} of {size(there)}.", "bold")
     print_folded(out, f"Without drafts: {size(found.plain)}; with drafts of one node: {size(found.least)}.")
+    contexts = [f"{rows:,} of {tokens:,} tokens" for tokens, rows in found.contexts.items()]
+    print_folded(out, f"Rows that fit at once: {', '.join(contexts)}.")
     print_folded(out, f"Most that fit, each with the rest as above: {', '.join(filter(None, most)) or 'nothing'}.")

@@ -48,13 +48,13 @@ def serve(**options: Any) -> int:
     if check:
         from truedraft.serve import plan
 
-        print(plan.described(parts := plan.planned(config)))
-        plan.check_fits(parts, config)
+        print(plan.described(found := plan.planned(config)))
+        plan.check_fits(found, config)
         return 0
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
         threads=config.threads, stretched=config.stretched, view=config.view,
-        attention=config.attention, runs=CANVASES,
+        attention=config.attention, runs=CANVASES, release_weights=config.release_weights,
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

@@ -19,6 +19,7 @@ from truedraft.runtime.curve import WIDTHS
 
 SAMPLED = 4  # of a pass's logits: processed scores, their distribution, the noise, and its quotients
 CHECKED = 10  # nodes of the passes by which a model is compared with its own forward
+SHORT = 4096  # tokens of a row, for which it is told how many fit
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 24  # that are looked for
 
 
@@ -143,6 +144,7 @@ class Plan:
     beside: by other device, the bytes at once, and those that there are.
     nodes, rows, tokens: the most that fit with the other two as in `load`; None where none do.
     in_place: bytes without copies of weights.
+    contexts: tokens of a row, the model's context among them -> the rows of so many that fit at once.
     """
 
     memory: int
@@ -155,6 +157,7 @@ class Plan:
     rows: int | None
     tokens: int | None
     in_place: int
+    contexts: dict[int, int]
     beside: dict[str, tuple[int, int]]
 
     @property
@@ -230,11 +233,16 @@ def planned(
 
     nodes = most(lambda count: fits(nodes=count), setup.width)
     found = (most(lambda count: fits(rows=count), MOST_ROWS), most(lambda count: fits(tokens=count), MOST_TOKENS))
+    context = getattr(target.config, "max_position_embeddings", None) or SHORT
+    contexts = {
+        length: most(lambda count, length=length: fits(rows=count, tokens=length), MOST_ROWS) or 0  # type: ignore[misc]
+        for length in sorted({min(SHORT, context), context})
+    }
     plain, least = (setup.bytes(setup.load(rows, tokens, count, sampled)) for count in (0, min(1, setup.width)))
     needed = by_device(parts)
     beside = {device: (most_held, free(device)) for device, most_held in needed.items() if device != home}
     in_place = setup.without_copies().bytes(load)
-    return Plan(limit, load, parts, needed[home], plain, least, nodes, *found, in_place, beside)
+    return Plan(limit, load, parts, needed[home], plain, least, nodes, *found, in_place, contexts, beside)
 
 
 def most(fits: Callable[[int], bool], highest: int) -> int | None:

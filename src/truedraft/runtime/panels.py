@@ -59,8 +59,9 @@ class RoundedCopies(Copies):
         return weight.bits > self.bits
 
     def made(self, weight: Weight) -> Weight:
-        if weight.scales is not None:
-            weight = Weight(dequantised(weight), None, weight.bias)
+        if weight.panels or weight.scales is not None:
+            matrix = floats_of(weight) if weight.scales is None else dequantised(weight)
+            weight = Weight(matrix, None, weight.bias)
         return panels(rounded(weight, self.bits))
 
 
@@ -154,6 +155,13 @@ def dequantised(weight: Weight) -> Tensor:
     if offsets is not None:
         matrix.add_(offsets.mT.flatten(0, 1)[..., None])
     return matrix.flatten(1)[: weight.shape[0]]
+
+
+def floats_of(weight: Weight) -> Tensor:
+    """The matrix (out, in) of a plain weight in panels, bit for bit."""
+    each, (out, width) = columns_of(weight.values.dtype), weight.shape
+    columns = weight.values.unflatten(2, (ROWS, each))  # (panels, in / each, 16, each)
+    return columns.transpose(1, 2).flatten(2).flatten(0, 1)[:out, :width].contiguous()
 
 
 def _unpacked(panels: Tensor) -> Tensor:

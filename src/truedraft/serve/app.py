@@ -89,8 +89,9 @@ class Server:
         config = self.config
         longest = self.model.max_model_len + self.model.scores_prompts  # what follows a prompt read alone is dropped
         return self.model.fast.engine(
-            config.max_rows, longest, config.piece_seconds, config.prefix_bytes, config.share_prefixes
-        )
+            config.max_rows, longest, config.piece_seconds, config.prefix_bytes, config.share_prefixes,
+            config.kv_cache_memory_bytes, config.memory_utilization,
+        )  # fmt: skip
 
     @property
     def ready(self) -> bool:
@@ -121,7 +122,8 @@ class Server:
 
     def metrics_page(self) -> tuple[bytes, str]:
         """The text of `/metrics`, and its content type."""
-        return self.metrics.page(len(self.loop.queue), len(self.loop.running), self.config.max_rows)
+        loop = self.loop
+        return self.metrics.page(len(loop.queue), len(loop.running), loop.engine.kv_cache_usage, loop.preemptions)
 
     def restore(self) -> None:
         """Read the file of earlier outputs, where the settings name one that exists, and write it: if that fails, then

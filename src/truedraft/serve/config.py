@@ -39,6 +39,7 @@ class ServeConfig:
     served_model_name: str | None = _setting(None, "The model's name in the API; by default MODEL.")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.")
     quantize: str | None = _setting(None, "Weights in int8 or int4; exact relative to the quantised model.")
+    release_weights: bool = _setting(False, "Keep weights once, as compiled passes read them; needs torchao.")
     stretched: str | None = _setting(None, "Same text at a larger model's cost: nano at 0.1B or 0.5B.")
     chat_template: str | None = _setting(None, "A file with a chat template, or plain: the messages' text alone.")
 
@@ -63,8 +64,14 @@ class ServeConfig:
     reference: dict[str, Path] = _setting({}, "NAME=PATH of a text that requests may name as a reference; repeatable.")
 
     threads: int | None = _setting(None, "Threads to use; by default torch's choice.", 1)
-    max_rows: int = _setting(16, "Rows (choices of requests) that run at once.", 1, 4096)
+    max_rows: int = _setting(16, "Most rows (choices of requests) that run at once.", 1, 4096)
     max_model_len: int | None = _setting(None, "Most tokens of prompt and answer; by default the model's context.", 2)
+    kv_cache_memory_bytes: int | None = _setting(
+        None, "Memory for keys and values, of prefixes too, as 8G; by default what memory_utilization leaves.", 1
+    )
+    memory_utilization: float = _setting(
+        0.8, "Share of the machine's memory that may be in use, by whatever, once that is full.", 1e-3, 1
+    )
     prefix_bytes: int = _setting(1 << 30, "Memory for prefixes of earlier texts, as 512M or 2G; 0 for none.", 0)
     share_prefixes: bool = _setting(False, "Let namespaces reuse each other's prefixes.")
     piece_seconds: float = _setting(

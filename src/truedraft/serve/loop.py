@@ -70,6 +70,7 @@ class EngineLoop(threading.Thread):
         self._wake = threading.Condition()
         self._stopping = False
         self.busy_seconds, self.rows_ended = 0.0, 0
+        self._preempted_before = 0  # in engines that errors have closed
 
     # ---------------------------------------------------------------- from the event loop
 
@@ -123,6 +124,11 @@ class EngineLoop(threading.Thread):
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    @property
+    def preemptions(self) -> int:
+        """How often rows gave their memory back, to be read again later."""
+        return self._preempted_before + self.engine.preemptions
 
     @property
     def idle(self) -> bool:
@@ -302,6 +308,7 @@ class EngineLoop(threading.Thread):
         self._ended(failed)
         let_go(error)
         self.engine.close()
+        self._preempted_before = self.preemptions
         self.engine = self._make_engine()
 
     def _seconds_per_row(self) -> float:

@@ -32,7 +32,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
     "vllm:prefix_cache_queries": "Prompt tokens looked up in cached prefixes.",
     "vllm:prefix_cache_hits": "Prompt tokens whose keys and values were reused.",
-    "vllm:num_preemptions": "Rows that were preempted: none ever is.",
+    "vllm:num_preemptions": "Rows that gave their memory back, to be read again.",
     "truedraft:passes": "Passes of the target.",
     "truedraft:row_passes": "Passes of the target, counted once for each row that emitted tokens.",
 }
@@ -168,12 +168,16 @@ class Metrics:
         recent = [tokens for at, tokens in list(self._recent) if at >= since]
         return Rates(sum(recent) / WINDOW, len(recent) / WINDOW)
 
-    def page(self, waiting: int, running: int, max_rows: int) -> tuple[bytes, str]:
+    def page(self, waiting: int, running: int, kv_cache_usage: float, preemptions: int) -> tuple[bytes, str]:
         """The text of `/metrics`, and its content type."""
+        self.counters["vllm:num_preemptions"] = preemptions
         self._gauges = {
             "vllm:num_requests_running": ("Rows that run.", running),
             "vllm:num_requests_waiting": ("Rows that wait.", waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the rows in use, 0 to 1.", running / max_rows),
+            "vllm:kv_cache_usage_perc": (
+                "Share of the memory for keys and values that rows hold, 0 to 1.",
+                kv_cache_usage,
+            ),
         }
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 

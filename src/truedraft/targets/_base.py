@@ -189,8 +189,12 @@ class Target(Protocol):
 
     # ---------------------------------------------------------------- the cache
 
-    def reserve(self, rows: int, capacity: int) -> None:
+    def reserve(self, rows: int, capacity: int, shared: bool = False) -> None:
         """Allocate a cache of `rows` slots of `capacity` positions each; it replaces the previous one.
+
+        Args:
+            shared: the caller grants rows the memory that there is (`caches/pool.py`); where slots are `paged`, not all
+                of them have to fit at once.
 
         Raises:
             NoRoom: it does not fit in free memory.
@@ -199,6 +203,19 @@ class Target(Protocol):
 
     def check_capacity(self, rows: int, capacity: int) -> None:
         """Raises NoRoom where a cache of these sizes does not fit in free memory."""
+
+    @property
+    def paged(self) -> bool:
+        """Whether a slot takes memory as its row grows, and gives it back when the row leaves; else all of it is taken
+        from the start."""
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one position of a row."""
+
+    def spare_memory(self, utilization: float, least: int) -> int:
+        """Bytes that there are for keys and values while no more than a share of the device's memory is in use. Copies
+        of weights are given up where there are less than `least` with them."""
 
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that a decoder layer has in the cache, (slots, KV heads, capacity, head size) each, not
@@ -261,11 +278,7 @@ class Target(Protocol):
 
     def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
         """An empty store of at most `limit` bytes for prefixes of the rows of the reserved cache; None where the model
-        cannot go on from a prefix of which only keys and values are kept.
-
-        Raises:
-            NoRoom: cache and store do not fit in free memory.
-        """
+        cannot go on from a prefix of which only keys and values are kept."""
 
     # ---------------------------------------------------------------- passes over trees
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from truedraft.caches import pages
 from truedraft.caches.prefixes import Prefixes
 from truedraft.caches.rows import IndexedCache, RowCache
 from truedraft.caches.seq2seq import Seq2SeqCache
@@ -34,7 +35,7 @@ from truedraft.targets.extending import ExtendingPasses
 from truedraft.targets.hostable import check_hosted, check_runtime, layer_types
 from truedraft.targets.inputs import check_text, text_prompts
 from truedraft.targets.kinds import Family
-from truedraft.targets.memory import check_room, free_memory
+from truedraft.targets.memory import cache_bytes, check_room, free_memory, spare_memory
 from truedraft.targets.progress import reporting
 from truedraft.targets.quirks import check_sides, learned_positions, switches, window_of
 from truedraft.targets.reference import Reference
@@ -42,6 +43,7 @@ from truedraft.tree import DraftTree, Piece, Prompt, Row, Scores, Taps, joined
 from truedraft.views._base import View
 
 Made = TypeVar("Made")
+WHOLE_PAGES = 2048  # positions of a head, whose entries have two bytes or more, fill whole pages of memory
 
 
 class DecoderTarget(ViewPasses, ExtendingPasses):
@@ -88,7 +90,6 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
         self._cache: RowCache | Seq2SeqCache | None = None
         self._switches = switches(self.config)
         self.layer_types = self._layer_types()
-        self._cached_layers = len(self.layer_types) - self.layer_types.count("dummy")  # the last may read others' keys
         self.window = window_of(self.config, self.layer_types)
         self.vocabulary: int = self.config.vocab_size
         self.runner, self.fallback_reason = self._runner(runtime)
@@ -241,12 +242,15 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     def prompt(self, ids: Tensor) -> Prompt:
         return Prompt(ids)
 
-    def reserve(self, rows: int, capacity: int) -> None:
+    def reserve(self, rows: int, capacity: int, shared: bool = False) -> None:
         if torch.is_autocast_enabled(self.device.type) and self.runner.name != ForwardPass.name:
             raise Refused(
                 f"torch.autocast is on, which the {self.runner.name} does not follow: load the model in the dtype "
                 "that you need, or accelerate(runtime='stock')"
             )
+        if shared and self.paged:
+            self.cache = self._allocated(rows, capacity + -capacity % WHOLE_PAGES)
+            return
         kept = self.runner.kept(rows, capacity)
         self.cache = self._with_room(rows, capacity + -capacity % self.runner.extent) if kept is None else kept
 
@@ -254,19 +258,44 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
         """A cache, in the memory of the weights' copies if there is no other."""
         if self._copied is not None:
             with suppress(NoRoom):
+                self._check_room(rows, capacity)
                 return self._allocated(rows, capacity)
-            forget(self.model)
-            self.runner, self.fallback_reason = self._runner("in-place")
+            self._give_up_copies()
+        self._check_room(rows, capacity)
         return self._allocated(rows, capacity)
 
-    def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
+    def _give_up_copies(self) -> None:
+        """Read weights in place from now on, so that there is more memory for keys and values."""
+        forget(self.model)
+        self.runner, self.fallback_reason = self._runner("in-place")
+        self.runner.attach(self._cache)
+
+    def _check_room(self, rows: int, capacity: int) -> None:
         check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device)
+
+    def _allocated(self, rows: int, capacity: int) -> RowCache | Seq2SeqCache:
         made = IndexedCache if "indexed_attention" in self.layer_types else self._cache_class
         return made(self._cached_layers, rows, capacity)
 
     def check_capacity(self, rows: int, capacity: int) -> None:
         if self.runner.kept(rows, capacity) is None:
             check_room(self.config, self._cached_layers, rows, capacity, self.dtype, self.device, copies=self._copied)
+
+    @property
+    def paged(self) -> bool:
+        return self.device.type == "cpu" and pages.available()
+
+    @property
+    def position_bytes(self) -> int:
+        of_cache = 0 if self.cache is None else self.cache.bytes_per_position  # 0 before the first pass of some
+        return of_cache or cache_bytes(self.config, self._cached_layers, 1, 1, self.dtype)
+
+    def spare_memory(self, utilization: float, least: int) -> int:
+        there = spare_memory(self.device, utilization)
+        if there < least and self._copied is not None and there + self._copied.bytes >= least:
+            self._give_up_copies()
+            there = spare_memory(self.device, utilization)
+        return there
 
     def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         kept = self._whole.layers[layer]
@@ -339,9 +368,6 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     def prefixes(self, limit: int, shared: bool) -> Prefixes | None:
         if self._switches or self.view is not None:  # keys depend on the length of the prompt, or on where it ends
             return None
-        check_room(
-            self.config, self._cached_layers, *self.reserved, self.dtype, self.device, "lower prefix_bytes", limit
-        )
         return Prefixes(self._rows, limit, shared, self.runner.granularity)
 
     @property

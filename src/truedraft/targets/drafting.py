@@ -37,13 +37,17 @@ class ViewPasses:
     layer_types: list[str]
     runner: Runner
     taps: Taps
-    _cached_layers: int
     _cache: RowCache | Seq2SeqCache | None
     view: View | None = None
 
     @property
     def layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def _cached_layers(self) -> int:
+        """Layers of the cache: not the last, where these read the keys of others."""
+        return len(self.layer_types) - self.layer_types.count("dummy")
 
     def check_view(self, view: View) -> None:
         self.fitting(view)

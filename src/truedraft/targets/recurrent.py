@@ -20,7 +20,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
 from truedraft.runtime.states import CompiledStatePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.decoder import DecoderTarget
-from truedraft.targets.memory import cached_layers, check_room
+from truedraft.targets.memory import cached_layers
 from truedraft.targets.quirks import MIXING_ROWS, STATES_OUTSIDE
 from truedraft.targets.reference import Reference
 from truedraft.tree import Prompt
@@ -53,12 +53,14 @@ class RecurrentTarget(DecoderTarget):
         """The model's own forward cannot read for compiled passes: its states are laid out differently."""
         return None if self.branching else super()._long()
 
-    def _allocated(self, rows: int, capacity: int) -> StateCache | DraftedStateCache:
+    @property
+    def _cached_layers(self) -> int:
         """States do not grow with the text; the memory that they need is not checked."""
+        return cached_layers(self.config)
+
+    def _allocated(self, rows: int, capacity: int) -> StateCache | DraftedStateCache:
         if self.branching:
-            check_room(self.config, cached_layers(self.config), rows, capacity, self.dtype, self.device)
-            return DraftedStateCache(cached_layers(self.config), rows, capacity)
-        check_room(self.config, cached_layers(self.config), rows, capacity + CARRY, self.dtype, self.device)
+            return DraftedStateCache(self._cached_layers, rows, capacity)
         counts = [given.get("number_of_states", 1) for given in get_layer_types_and_kwargs(self.config)[1]]
         cache = LightningCache if self.config.model_type == "minimax" else StateCache
         return cache(layer_kinds(self.config), counts, rows, capacity + CARRY)
@@ -104,7 +106,7 @@ class RecurrentTarget(DecoderTarget):
                 f"ties='recheck' needs a model whose cache holds its states, which that of {type(self.model).__name__} "
                 "does not: leave it out"
             )
-        return Reference(self.model, self.config, cached_layers(self.config), rows, capacity)
+        return Reference(self.model, self.config, self._cached_layers, rows, capacity)
 
     def crop(self, slot: int, length: int) -> None:
         raise Refused(f"{type(self.model).__name__} has states that cannot be taken back to an earlier token")
