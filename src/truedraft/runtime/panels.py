@@ -21,6 +21,7 @@ from truedraft.errors import NoRoom
 from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
 from truedraft.runtime.native import Form
+from truedraft.runtime.panel_blocks import Blocks
 from truedraft.runtime.processors import processor
 from truedraft.runtime.weights import PANEL_FORMS, Copies, Weight, rounded, stored
 
@@ -59,7 +60,7 @@ class RoundedCopies(Copies):
         return weight.bits > self.bits
 
     def made(self, weight: Weight) -> Weight:
-        if weight.scales is not None:
+        if weight.scales is not None or weight.blocks is not None:
             weight = Weight(dequantised(weight), None, weight.bias)
         return panels(rounded(weight, self.bits))
 
@@ -146,6 +147,8 @@ def panels(weight: Weight) -> Weight:
 
 def dequantised(weight: Weight) -> Tensor:
     """The matrix (out, in) that integers stand for, in fp32."""
+    if weight.blocks is not None:
+        return Blocks.of_packed(weight.blocks, weight.values, *weight.shape).matrix()
     integers, scales, offsets = weight.values, weight.scales, weight.offsets
     assert scales is not None
     if weight.panels:
