@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 PANEL = 16  # rows
 SUPER = 256  # columns that share a unit of scales
+ROWS = 256  # that are packed together: they fit in a processor's cache
 # what the integers of IQ4_NL and IQ4_XS stand for
 TABLE = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 
@@ -65,8 +66,8 @@ class Blocks:
     units: Tensor | None = None
     offset_units: Tensor | None = None
 
-    def rows(self, order: Tensor) -> Blocks:
-        """Its rows in another order."""
+    def rows(self, order: Tensor | slice) -> Blocks:
+        """Some of its rows, or all in another order."""
         parts = self.codes, self.scales, self.offsets, self.units, self.offset_units
         return Blocks(self.form, *(part if part is None else part[order] for part in parts))  # type: ignore[arg-type]
 
@@ -93,6 +94,9 @@ class Blocks:
 
     def packed(self) -> Tensor:
         """(panels, bytes) uint8, the last panel filled up with zeros."""
+        return torch.cat([self.rows(slice(i, i + ROWS))._panels() for i in range(0, len(self.codes), ROWS)])
+
+    def _panels(self) -> Tensor:
         form, factors = self.form, [self.scales] if self.offsets is None else [self.scales, self.offsets]
         blocks = torch.cat([*map(_by_panel, factors), self._integers()], 2)
         if self.units is not None:

@@ -2211,8 +2211,17 @@ int64_t truedraft_layout(void) {
   (by_units[PANEL_BFLOAT] = panels_bf16_##set, by_units[PANEL_INT8] = panels_int8_##set,                                 \
    by_units[PANEL_INT4] = panels_int4_##set, multiply_of[1] = multiply_##set)
 
-/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16; 7
-   also those for tiles of bf16. */
+#ifdef __x86_64__
+static void use_bytes(int used) {
+  by_bytes[PANEL_INT8] = used ? panels_int8_bytes : NULL;
+  by_bytes[PANEL_INT4] = used ? panels_int4_bytes : NULL;
+  by_bytes[PANEL_BLOCKS] = used ? panels_blocks_bytes : NULL;
+  fix = to_blocks;
+}
+#endif
+
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16
+   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
 #ifdef __x86_64__
@@ -2224,15 +2233,12 @@ int truedraft_choose(int wanted) {
   if (wide) USE(avx512, 16);
   else USE(avx2, 8);
   if (units) USE_FOR_BF16(units);
-  const int bytes = wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-  by_bytes[PANEL_INT8] = bytes ? panels_int8_bytes : NULL;
-  by_bytes[PANEL_INT4] = bytes ? panels_int4_bytes : NULL;
-  fix = to_blocks;
-  by_bytes[PANEL_BLOCKS] = bytes ? panels_blocks_bytes : NULL;
   if (units && wanted >= 7 && has_tiles()) {
     USE_FOR_BF16(tiles);
+    use_bytes(0);
     return 7;
   }
+  use_bytes(wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"));
 #else
   const int wide = 0;
   units = wanted >= 6 && multiplies_bf16();
