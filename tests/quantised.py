@@ -279,8 +279,10 @@ def blocks_of(matrix: Any, kind: str) -> Any:
 
 
 # bytes at which blocks have numbers of 16 bits, and what these are so that weights are about as large as a tenth
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
-SPREAD = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5, "IQ4_XS": 5e-5}
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,)}
+SPREAD = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5}
+SPREAD |= {"IQ4_NL": 1e-3, "IQ4_XS": 5e-5, "IQ3_S": 5e-4}
 
 
 def _halves_apart(matrix: Tensor, heads: int) -> Tensor:

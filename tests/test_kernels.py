@@ -15,7 +15,8 @@ from models import tiny
 from test_runtime import assert_same_bits, random_tree, words
 from truedraft.runtime import native
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.panels import by_panel, panels
+from truedraft.runtime.panel_blocks import BlockForm, Blocks
+from truedraft.runtime.panels import by_panel, dequantised, panels
 from truedraft.runtime.weights import Weight, fields, padded
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt
@@ -71,6 +72,41 @@ WEIGHTS = {
 }
 
 
+FORMS = {
+    "Q4_0": BlockForm(4),
+    "Q4_1": BlockForm(4, offset=True),
+    "Q5_0": BlockForm(5),
+    "Q5_1": BlockForm(5, offset=True),
+    "Q8_0": BlockForm(8),
+    "IQ4_NL": BlockForm(4, table=True),
+    "IQ4_XS": BlockForm(4, fine=True, table=True),
+    "Q4_K": BlockForm(4, offset=True, fine=True),
+    "Q5_K": BlockForm(5, offset=True, fine=True),
+    "Q6_K": BlockForm(6, fine=True),
+}
+
+
+def in_blocks(form: BlockForm, out: int, width: int) -> Blocks:
+    """Random integers of all values, with scales of both signs where they are fine."""
+
+    def factors(groups: int) -> Tensor:
+        if form.fine:
+            return torch.randint(-64, 64, (out, groups), dtype=torch.int8)
+        return (torch.randn(out, groups) / 64).half()
+
+    def units() -> Tensor | None:
+        return (torch.rand(out, width // 256) / 4096).half() if form.fine else None
+
+    groups, codes = width // form.columns, torch.randint(0, 1 << form.bits, (out, width), dtype=torch.uint8)
+    offsets = (factors(groups), units()) if form.offset else (None, None)
+    return Blocks(form, codes, factors(groups), offsets[0], units(), offsets[1])
+
+
+def packed(blocks: Blocks) -> Weight:
+    out, width = blocks.codes.shape
+    return Weight(blocks.packed(), None, None, (out, width), True, blocks=blocks.form)
+
+
 def with_offsets(weight: Weight) -> Weight:
     assert weight.scales is not None
     return replace(panels(weight), offsets=by_panel(torch.randn_like(weight.scales)))
@@ -123,13 +159,63 @@ def test_a_product_is_that_of_torch_with_the_same_bits_at_any_width(
     weight = WEIGHTS[kind](out, width)
     assert weight.form.name.lower() == kind.split()[0] and weight.shape == (out, width)
     x = torch.randn(max(WIDTHS), width).bfloat16().float()
+    check_product(weight, plain(weight), x, narrow)
+
+
+def check_product(weight: Weight, matrix: Tensor, x: Tensor, narrow: bool) -> None:
+    """That the products are those of the matrix in fp64, and the same to the bit for some of the nodes."""
+    width = weight.shape[1]
     whole = product(weight, x, narrow)
-    expected = x.double() @ plain(weight).T
+    expected = x.double() @ matrix.T
     error, rounding = (whole - expected).abs(), 2**-8 * expected.abs() if narrow else 0
     assert (error - rounding).max() < 1e-5 * expected.std() * width**0.5
     for count in WIDTHS:
         assert torch.equal(product(weight, x[:count].clone(), narrow, 1 + count % 3), whole[:count])
         assert torch.equal(product(weight, x[-count:].clone(), narrow), whole[-count:])
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(("out", "width"), [(1, 256), (53, 512), (200, 768)])
+def test_a_product_of_blocks_is_that_of_torch_with_the_same_bits_at_any_width(
+    instructions: None, kind: str, out: int, width: int, narrow: bool
+) -> None:
+    if not native.takes_blocks():
+        pytest.skip("these instructions do not multiply bytes")
+    torch.manual_seed(0)
+    blocks = in_blocks(FORMS[kind], out, width)
+    weight = packed(blocks)
+    x = torch.randn(max(WIDTHS), width).bfloat16().float()
+    check_product(weight, blocks.matrix().double(), x, narrow)
+
+
+@pytest.mark.parametrize("kind", ["panel_int8 in groups", "panel_int4 with offsets", *FORMS])
+def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(kind: str) -> None:
+    """Nodes as they are: a few numbers a thousand times as large as the others, zeros, and the ends of fp32's range."""
+    if not native.takes_blocks():
+        pytest.skip("this processor does not multiply bytes")
+    torch.manual_seed(0)
+    weight = packed(in_blocks(FORMS[kind], 40, 512)) if kind in FORMS else WEIGHTS[kind](40, 512)
+    matrix, columns = dequantised(weight).double(), 16 if kind == "Q6_K" else 32
+    x = torch.randn(9, 512)
+    x[1, ::100] *= 1000
+    x[2, 32:] = 0
+    x[3] = 0
+    x[4] *= 1e30
+    x[5] *= 1e-30
+    x[6] = torch.where(torch.rand(512) < 0.5, -1.0, 1.0) * (2.0 - 2.0**-23)
+    for digits, narrow in ((24, False), (16, True)):
+        given = x.bfloat16().float() if narrow else x
+        most = given.unflatten(1, (-1, columns)).abs().amax(2).repeat_interleave(columns, 1).double()
+        step = 2.0 ** (1 - digits) * 1.01 * 2  # of the greatest number, up to the power of two above it
+        error = (product(weight, given, narrow) - given.double() @ matrix.T).abs()
+        rounding = (2.0**-8 if narrow else 2.0**-20) * (given.abs().double() @ matrix.abs().T)
+        assert (error <= step / 2 * (most @ matrix.abs().T) + rounding).all()
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[7, 300] = bad
+        y = product(weight, x)
+        assert y[7].isnan().all() and torch.equal(y[:7], product(weight, x[:7].clone())) and y[8].isfinite().all()
 
 
 @pytest.mark.parametrize("runtime", ["auto", "in-place"])

@@ -199,7 +199,7 @@ def test_invalid_fields_of_a_linear_layer_are_refused() -> None:
     for wrong in (
         {"out": 0}, {"out": -1}, {"out": 2**40}, {"inner": 0}, {"inner": 31}, {"inner": -16}, {"form": -1},
         {"form": len(Form)}, {"form": 2}, {"kind": OpKind.ATTEND}, {"kind": 99}, {"src": 1}, {"dst": 2}, {"tail": 1},
-        {"experts": 2}, {"weight": None}, {"form": 3, "shift": 63}, {"form": 6}, {"form": 8, "shift": 4},
-        {"form": 4, "apart": 8}, {"spared": 1},
+        {"experts": 2}, {"weight": None}, {"form": 3, "shift": 63}, {"form": 6}, {"form": 8, "shift": 7},
+        {"form": 8, "shift": 4, "groups": 1}, {"form": 8, "shift": 52}, {"form": 4, "apart": 8}, {"spared": 1},
     ):  # fmt: skip
         assert code(**wrong) == Failure.OP, wrong

@@ -22,6 +22,7 @@ from truedraft.cli import main
 from truedraft.errors import Note
 from truedraft.loading import load_tokenizer
 from truedraft.runtime import checkpoints, native
+from truedraft.runtime.checkpoints._blocks import BLOCKS
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.plan import planned
 from truedraft.targets.decoder import DecoderTarget
@@ -46,8 +47,9 @@ FOLDERS: dict[str, tuple[Any, ...]] = {
     "int8": ("compressed", dict(layout="int-quantized", bits=8, strategy="channel")),
     "int8-tensor": ("compressed", dict(layout="int-quantized", bits=8, strategy="tensor")),
 }
-EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-EIGHT = {"gptq-8", "w8a16", "int8", "int8-tensor", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}  # kept in bytes
+EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+# kept in bytes, where the processor does not read blocks as they are
+EIGHT = {"gptq-8", "w8a16", "int8", "int8-tensor", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q5_K", "Q6_K"}
 PROJECTIONS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
 
 
@@ -69,6 +71,13 @@ def write(case: str, folder: Path, model: PreTrainedModel | None = None) -> tupl
     )
 
 
+def kept_in(case: str) -> torch.dtype:
+    """The type of the panels: bytes with scales and integers of the file's own bits, or integers of four or eight."""
+    if case in BLOCKS and native.takes_blocks() and case not in ("Q2_K", "Q3_K"):
+        return torch.uint8
+    return torch.int8 if case in EIGHT else torch.int32
+
+
 def stored(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of the linear layers as they are kept."""
     return {f"{name}.weight": m.weight.detach() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -86,7 +95,7 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
     for type, name in found.items():
         weight = model.get_parameter(name).data
         assert isinstance(weight, PackedTensor), type
-        assert weight.qdata.dtype == (torch.int8 if type in EIGHT else torch.int32), type
+        assert weight.qdata.dtype == kept_in(type), type
         assert torch.equal(weight.dequantize(), weights[name]), type
 
 
@@ -107,7 +116,7 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
             assert isinstance(weight, PackedTensor), name
             assert torch.equal(weight.dequantize(), weights[name]), name
     packed = kept["model.layers.1.mlp.down_proj.weight"]
-    assert isinstance(packed, PackedTensor) and packed.qdata.dtype == (torch.int8 if case in EIGHT else torch.int32)
+    assert isinstance(packed, PackedTensor) and packed.qdata.dtype == kept_in(case)
     rest = {**quantised.plain().state_dict(), **weights}
     for name, tensor in model.named_parameters():
         if not isinstance(tensor.data, PackedTensor):
@@ -152,7 +161,7 @@ def test_passes_are_compiled_and_have_the_same_bits_at_any_width(case: str, dtyp
 def test_mixed_types_of_one_file(tmp_path: Path) -> None:
     """As in Q4_K_M: most layers in one type, some in another, and what has no groups as plain weights, said once."""
     pytest.importorskip("gguf", reason="gguf is not installed")
-    others = {"down_proj.weight": "Q6_K", "v_proj.weight": "F16", "1.mlp.up_proj.weight": "IQ4_XS"}
+    others = {"down_proj.weight": "Q6_K", "v_proj.weight": "F16", "1.mlp.up_proj.weight": "IQ3_S"}
     weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_K", others)
     with pytest.warns(Note, match=r"1 tensor \(model.layers.1.mlp.up_proj.weight\) could not stay integers"):
         model, _ = truedraft.load(str(tmp_path / "m.gguf"))

@@ -193,6 +193,9 @@ class Emulated:
     def truedraft_layout(self) -> int:
         return self._called("layout", (), Image())
 
+    def truedraft_takes_blocks(self) -> int:
+        return 0
+
     def truedraft_choose(self, wanted: int) -> int:
         self.level = self._called("choose", (min(wanted, self._most),), Image())
         return self.level

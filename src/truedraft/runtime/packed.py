@@ -16,6 +16,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from truedraft.runtime import native
 from truedraft.runtime.linears import Product, compilable
+from truedraft.runtime.panel_blocks import BlockForm, Blocks
 from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, dequantised, fits_four_bits, panels
 from truedraft.runtime.weights import Weight
 
@@ -118,3 +119,34 @@ def _plain(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """Operations for which it is the matrix that it stands for."""
     matrices = (a.dequantize() if isinstance(a, PackedTensor) else a for a in args)
     return func(*matrices, **kwargs)
+
+
+class BlocksTensor(PackedTensor):
+    """A matrix in panels that have their scales within them; it has the operations that were registered above.
+
+    Args:
+        qdata: see `Blocks.packed`.
+        form: what a block has.
+        rows, columns, dtype: as of a `PackedTensor`.
+    """
+
+    tensor_data_names = ["qdata"]
+    tensor_attribute_names = ["form", "rows", "columns", "dtype"]
+    optional_tensor_data_names: list[str] = []
+
+    def __new__(cls, qdata: Tensor, form: BlockForm, rows: int, columns: int, dtype: torch.dtype) -> BlocksTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (rows, columns), dtype=dtype, device=qdata.device, requires_grad=False
+        )
+
+    def __init__(self, qdata: Tensor, form: BlockForm, rows: int, columns: int, dtype: torch.dtype):
+        self.qdata, self.form, self.rows, self.columns = qdata, form, rows, columns
+        self.scale = self.offset = None  # type: ignore[assignment]  # they are within
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks, dtype: torch.dtype = torch.float32) -> BlocksTensor:
+        rows, columns = blocks.codes.shape
+        return cls(blocks.packed(), blocks.form, rows, columns, dtype)
+
+    def as_weight(self, bias: Tensor | None) -> Weight:
+        return Weight(self.qdata, None, bias, (self.rows, self.columns), True, blocks=self.form)

@@ -21,6 +21,7 @@ from truedraft.errors import NoRoom
 from truedraft.runtime import native
 from truedraft.runtime.fingerprint import layout
 from truedraft.runtime.native import Form
+from truedraft.runtime.panel_blocks import Blocks
 from truedraft.runtime.processors import processor
 from truedraft.runtime.weights import PANEL_FORMS, Copies, Weight, rounded, stored
 
@@ -59,9 +60,10 @@ class RoundedCopies(Copies):
         return weight.bits > self.bits
 
     def made(self, weight: Weight) -> Weight:
-        if weight.panels or weight.scales is not None:
-            matrix = floats_of(weight) if weight.scales is None else dequantised(weight)
-            weight = Weight(matrix, None, weight.bias)
+        if weight.scales is not None or weight.blocks is not None:
+            weight = Weight(dequantised(weight), None, weight.bias)
+        elif weight.panels:
+            weight = Weight(floats_of(weight), None, weight.bias)
         return panels(rounded(weight, self.bits))
 
 
@@ -147,6 +149,8 @@ def panels(weight: Weight) -> Weight:
 
 def dequantised(weight: Weight) -> Tensor:
     """The matrix (out, in) that integers stand for, in fp32."""
+    if weight.blocks is not None:
+        return Blocks.of_packed(weight.blocks, weight.values, *weight.shape).matrix()
     integers, scales, offsets = weight.values, weight.scales, weight.offsets
     assert scales is not None
     if weight.panels:

@@ -306,7 +306,7 @@ class Program:
             gate, up = self.weight(mlp.gate_proj), self.weight(mlp.up_proj)
         first, second = self.read(gate), self.read(up)
         mode = self.activation(activation)
-        if any(first[name] != second[name] for name in ("form", "groups", "half")):
+        if any(first[name] != second[name] for name in ("form", "groups", "half", "shift")):
             self._gated_apart(src, first, second, mode)
             return
         self.op(OpKind.GATED, src=src, dst="g", **pair(first, second), mode=mode)

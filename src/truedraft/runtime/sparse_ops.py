@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.runtime.native import Op, OpKind
+from truedraft.runtime.native import Form, Op, OpKind
 from truedraft.runtime.program import ACTIVATIONS, Program
 from truedraft.runtime.sparse import check_sizes, refused
 from truedraft.runtime.weights import Copies, Weight, fields, padded
@@ -64,7 +64,9 @@ class SparseOps:
         if not plain or not self._program.tapped or any(op.experts for op in ops.values()):
             raise refused(name, f"layer {layer} has experts, or more than linear layers around its neurons")
         single = self._rows is not self._program
-        if any(ops[i].offsets or (single and ops[i].scales) for i in (*first, *last)):
+        if any(
+            ops[i].offsets or ops[i].form == Form.PANEL_BLOCKS or (single and ops[i].scales) for i in (*first, *last)
+        ):
             raise refused(name, f"its weights are integers: those without offsets can be, in groups of {PANEL}")
         (self._first[layer],), (self._last[layer],) = first, last
         return int(ops[last[0]].inner)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.runtime.native import Form
+from truedraft.runtime.panel_blocks import BlockForm
 
 QUANTIZED = "qdata", "scale", "offset"  # the tensors of a quantised one
 GROUP = 32  # numbers of four bits in a row that share a scale
@@ -41,6 +42,7 @@ class Weight:
     bias: (out,), or None.
     shape: (out, in).
     offsets: what is added to the scaled integers of a group, as scales in panels, where both may be fp16; or None.
+    blocks: what blocks of the panels have, where their scales are within them: values are bytes then; else None.
     """
 
     values: Tensor
@@ -49,6 +51,7 @@ class Weight:
     shape: tuple[int, int] = (0, 0)
     panels: bool = False
     offsets: Tensor | None = None
+    blocks: BlockForm | None = None
 
     def __post_init__(self) -> None:
         if not self.panels:
@@ -71,6 +74,8 @@ class Weight:
 
     @property
     def form(self) -> Form:
+        if self.blocks is not None:
+            return Form.PANEL_BLOCKS
         if self.panels:
             return PANEL_FORMS[self.values.dtype]
         if self.scales is None:
@@ -80,6 +85,8 @@ class Weight:
     @property
     def bits(self) -> int:
         """Of one of its numbers."""
+        if self.blocks is not None:
+            return self.blocks.bits
         return 4 if self.form == Form.PANEL_INT4 else 8 * self.values.itemsize
 
     @property
@@ -241,7 +248,8 @@ def fields(weight: Weight, copied: Callable[[Tensor], Tensor]) -> tuple[list[Ten
     half = weight.panels and scales is not None and scales.dtype == torch.float16
     return kept, dict(
         weight=weight.values.data_ptr(), out=weight.shape[0], inner=weight.shape[1], form=weight.form,
-        groups=weight.groups, shift=of_group.bit_length() - 1, half=half, **pointers,
+        groups=weight.groups, half=half, **pointers,
+        shift=of_group.bit_length() - 1 if weight.blocks is None else weight.blocks.code,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.errors import Refused
+from truedraft.runtime import native
+from truedraft.runtime.panel_blocks import Blocks
 from truedraft.runtime.panels import NIBBLES
 
 
@@ -60,6 +62,29 @@ class Integers:
         return PackedTensor.of_integers(self.values, self.scales, self.offsets, dtype)
 
 
+@dataclass(frozen=True)
+class InBlocks:
+    """Blocks of GGUF, which take the bytes that they have in the file where the processor reads them so."""
+
+    blocks: Blocks
+
+    def rows(self, order: Tensor) -> InBlocks:
+        """Its rows in another order."""
+        return InBlocks(self.blocks.rows(order))
+
+    def matrix(self) -> Tensor:
+        """What it stands for."""
+        return self.blocks.matrix()
+
+    def packed(self, dtype: torch.dtype) -> Tensor | None:
+        """A `PackedTensor`."""
+        from truedraft.runtime.packed import BlocksTensor
+
+        if native.takes_blocks():
+            return BlocksTensor.of_blocks(self.blocks, dtype)
+        return Integers(*self.blocks.integers()).packed(dtype)
+
+
 class Lazy:
     """A tensor that is read when the loading of `transformers` takes all of it, `lazy[...]`."""
 
@@ -97,7 +122,7 @@ class Checkpoint(ABC):
                 layer.weight = nn.Parameter(weight.dequantize() if plain else weight.detach(), requires_grad=False)
         return self.unpacked
 
-    def weight(self, name: str, integers: Integers, linear: Collection[str], dtype: torch.dtype) -> Tensor:
+    def weight(self, name: str, integers: Integers | InBlocks, linear: Collection[str], dtype: torch.dtype) -> Tensor:
         """A weight of a model: packed where it is of a linear layer."""
         if name in linear:
             if (packed := integers.packed(dtype)) is not None:

@@ -8,88 +8,106 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from truedraft.runtime.checkpoints._base import Integers
+from truedraft.runtime.checkpoints._base import InBlocks, Integers
+from truedraft.runtime.panel_blocks import BlockForm, Blocks
 
-BLOCKS: dict[str, Callable[[Tensor], Integers]] = {}  # of a matrix of bytes (out, blocks * size)
+BLOCKS: dict[str, Callable[[Tensor], Integers | InBlocks]] = {}  # of a matrix of bytes (out, blocks * size)
+
+Read = Callable[[Tensor], tuple[Tensor | None, ...]]
 
 
-def _block(name: str, size: int) -> Callable[[Callable[[Tensor], tuple[Tensor, ...]]], Callable[[Tensor], Integers]]:
+def _block(name: str, size: int, form: BlockForm | None = None) -> Callable[[Read], Read]:
     """A type of blocks of `size` bytes.
 
-    Its function maps blocks (n, size) to values of eight bits (n, columns), signed or wrapped around, scales
-    (n, groups) and perhaps offsets (n, groups).
+    Its function maps blocks (n, size) to what `Blocks` has of a form, each (n, ...). Without a form, to values of eight
+    bits (n, columns), signed or wrapped around, scales (n, groups) in fp32 and perhaps offsets (n, groups).
     """
 
-    def of(read: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], Integers]:
+    def of(read: Read) -> Read:
         @wraps(read)
-        def integers(rows: Tensor) -> Integers:
-            values, *factors = (part.reshape(len(rows), -1) for part in read(rows.reshape(-1, size)))
-            return Integers(values.view(torch.int8), *factors)
+        def integers(rows: Tensor) -> Integers | InBlocks:
+            parts = read(rows.reshape(-1, size))
+            values, *factors = (None if part is None else part.reshape(len(rows), -1) for part in parts)
+            assert values is not None
+            if form is None:
+                return Integers(values.view(torch.int8), *factors)  # type: ignore[arg-type]
+            return InBlocks(Blocks(form, values, *factors))  # type: ignore[arg-type]
 
         BLOCKS[name] = integers
-        return integers
+        return read
 
     return of
 
 
-@_block("Q4_0", 18)
+@_block("Q4_0", 18, BlockForm(4))
 def _q4_0(b: Tensor) -> tuple[Tensor, ...]:
-    return _fields(b[:, 2:], 4, 16) - 8, _half(b, 0)
+    return _fields(b[:, 2:], 4, 16), _half(b, 0)
 
 
-@_block("Q4_1", 20)
+@_block("Q4_1", 20, BlockForm(4, offset=True))
 def _q4_1(b: Tensor) -> tuple[Tensor, ...]:
-    scale = _half(b, 0)
-    return _fields(b[:, 4:], 4, 16) - 8, scale, 8 * scale + _half(b, 2)
+    return _fields(b[:, 4:], 4, 16), _half(b, 0), _half(b, 2)
 
 
-@_block("Q5_0", 22)
+@_block("Q5_0", 22, BlockForm(5))
 def _q5_0(b: Tensor) -> tuple[Tensor, ...]:
-    return _fields(b[:, 6:], 4, 16) + 16 * _bits(b[:, 2:6]) - 16, _half(b, 0)
+    return _fields(b[:, 6:], 4, 16) + 16 * _bits(b[:, 2:6]), _half(b, 0)
 
 
-@_block("Q5_1", 24)
+@_block("Q5_1", 24, BlockForm(5, offset=True))
 def _q5_1(b: Tensor) -> tuple[Tensor, ...]:
     return _fields(b[:, 8:], 4, 16) + 16 * _bits(b[:, 4:8]), _half(b, 0), _half(b, 2)
 
 
-@_block("Q8_0", 34)
+@_block("Q8_0", 34, BlockForm(8))
 def _q8_0(b: Tensor) -> tuple[Tensor, ...]:
-    return b[:, 2:].view(torch.int8), _half(b, 0)
+    return b[:, 2:] + 128, _half(b, 0)
+
+
+@_block("IQ4_NL", 18, BlockForm(4, table=True))
+def _iq4_nl(b: Tensor) -> tuple[Tensor, ...]:
+    return _fields(b[:, 2:], 4, 16), _half(b, 0)
+
+
+@_block("IQ4_XS", 136, BlockForm(4, fine=True, table=True))
+def _iq4_xs(b: Tensor) -> tuple[Tensor | None, ...]:
+    scales = _fields(b[:, 4:8], 4, 1) + 16 * _fields(b[:, 2:4], 2, 1) - 32
+    return _fields(b[:, 8:], 4, 16), scales.view(torch.int8), None, _half(b, 0)
 
 
 @_block("Q2_K", 84)
 def _q2_k(b: Tensor) -> tuple[Tensor, ...]:
-    return _fields(b[:, 16:80], 2, 32), _half(b, 80) * (b[:, :16] & 15), -_half(b, 82) * (b[:, :16] >> 4)
+    scales, least = _half(b, 80).float() * (b[:, :16] & 15), _half(b, 82).float() * (b[:, :16] >> 4)
+    return _fields(b[:, 16:80], 2, 32), scales, -least
 
 
 @_block("Q3_K", 110)
 def _q3_k(b: Tensor) -> tuple[Tensor, ...]:
     scales = _fields(b[:, 96:104], 4, 8) + 16 * _fields(b[:, 104:108], 2, 4) - 32
-    return _fields(b[:, 32:96], 2, 32) + 4 * _fields(b[:, :32], 1, 32) - 4, _half(b, 108) * scales.view(torch.int8)
+    values = _fields(b[:, 32:96], 2, 32) + 4 * _fields(b[:, :32], 1, 32) - 4
+    return values, _half(b, 108).float() * scales.view(torch.int8)
 
 
-@_block("Q4_K", 144)
+@_block("Q4_K", 144, BlockForm(4, offset=True, fine=True))
 def _q4_k(b: Tensor) -> tuple[Tensor, ...]:
-    scale, least = _of_eight(b)
-    return _fields(b[:, 16:], 4, 32) - 8, scale, 8 * scale - least
+    return _fields(b[:, 16:], 4, 32), *_of_eight(b), _half(b, 0), -_half(b, 2)
 
 
-@_block("Q5_K", 176)
+@_block("Q5_K", 176, BlockForm(5, offset=True, fine=True))
 def _q5_k(b: Tensor) -> tuple[Tensor, ...]:
-    scale, least = _of_eight(b)
-    return _fields(b[:, 48:], 4, 32) + 16 * _fields(b[:, 16:48], 1, 32), scale, -least
+    values = _fields(b[:, 48:], 4, 32) + 16 * _fields(b[:, 16:48], 1, 32)
+    return values, *_of_eight(b), _half(b, 0), -_half(b, 2)
 
 
-@_block("Q6_K", 210)
-def _q6_k(b: Tensor) -> tuple[Tensor, ...]:
-    values = _fields(b[:, :128], 4, 64) + 16 * _fields(b[:, 128:192], 2, 32) - 32
-    return values, _half(b, 208) * b[:, 192:208].view(torch.int8)
+@_block("Q6_K", 210, BlockForm(6, fine=True))
+def _q6_k(b: Tensor) -> tuple[Tensor | None, ...]:
+    values = _fields(b[:, :128], 4, 64) + 16 * _fields(b[:, 128:192], 2, 32)
+    return values, b[:, 192:208].view(torch.int8), None, _half(b, 208)
 
 
 def _half(b: Tensor, at: int) -> Tensor:
-    """The number of 16 bits at a byte of each block, as (n, 1) of fp32."""
-    return b[:, at : at + 2].contiguous().view(torch.float16).float()
+    """The number of 16 bits at a byte of each block, as (n, 1)."""
+    return b[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _fields(part: Tensor, bits: int, width: int) -> Tensor:
@@ -108,4 +126,4 @@ def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat([low & 63, rest & 15 | low >> 6 << 4], 1)
     least = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], 1)
-    return _half(b, 0) * scales, _half(b, 2) * least
+    return scales.view(torch.int8), least.view(torch.int8)

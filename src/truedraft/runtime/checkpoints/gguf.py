@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from truedraft.errors import Refused
 from truedraft.runtime.checkpoints import ends
-from truedraft.runtime.checkpoints._base import Checkpoint, Integers, Lazy, linear_weights
+from truedraft.runtime.checkpoints._base import Checkpoint, InBlocks, Integers, Lazy, linear_weights
 from truedraft.runtime.checkpoints._blocks import BLOCKS
 
 FLOATS = ("F32", "F16", "BF16")
@@ -75,7 +75,7 @@ class Gguf(Checkpoint):
         found = {names[name]: tensor for name, tensor in self._tensors.items() if name in names}
         return {name: Lazy(partial(read, tensor, name)) for name, tensor in found.items()}
 
-    def _integers(self, tensor: Any) -> Integers:
+    def _integers(self, tensor: Any) -> Integers | InBlocks:
         rows = self._processed(numpy.arange(len(tensor.data))[:, None], tensor.name)
         integers = BLOCKS[tensor.tensor_type.name](torch.from_numpy(tensor.data.copy()))
         return integers.rows(torch.from_numpy(rows[:, 0].copy()))

@@ -96,6 +96,7 @@ class Form(enum.IntEnum):
     PANEL_BF16 = 5
     PANEL_INT8 = 6
     PANEL_INT4 = 7
+    PANEL_BLOCKS = 8
 
 
 class Op(ctypes.Structure):
@@ -221,6 +222,12 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def takes_blocks() -> bool:
+    """Whether there are compiled products of panels that have their scales within them."""
+    lib = library()
+    return lib is not None and bool(lib.truedraft_takes_blocks())
+
+
 def missing() -> str:
     """Why there is no library; empty where there is one."""
     try:
@@ -257,6 +264,7 @@ def _loaded() -> ctypes.CDLL:
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),
+        ("takes_blocks", c_int32, []),
     ):
         if (function := getattr(lib, f"truedraft_{name}", None)) is None:
             raise NoLibrary(STALE)

@@ -123,6 +123,64 @@ typedef struct {
   const char *next;      /* in rows: what is fetched meanwhile, or NULL for the rows that follow */
 } Factors;
 
+/* Panels of weights that have their scales within them. Rows come in blocks of columns: a scale, an offset perhaps, and the
+ * integers of the block. These two are fp16 numbers; or, where they are `fine`, bytes times numbers in fp16, which SUPER
+ * columns share and which come before them. Each is there for the sixteen rows of the panel. */
+typedef struct {
+  int bits, offset, fine; /* bits of an integer, TABLE for four that choose one of sixteen numbers */
+} Blocks;
+
+enum { SUPER = 256, TABLE = 3 };
+#define CODE_OF_BLOCKS(BITS, OFFSET, FINE) ((BITS) | (OFFSET) << 4 | (FINE) << 5)
+#define EVERY_BLOCKS(DO)                                                                                               \
+  DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 0)      \
+  DO(TABLE, 0, 1)
+
+IN Blocks blocks_of(int code) { return (Blocks){code & 15, code >> 4 & 1, code >> 5 & 1}; }
+IN int columns_of_blocks(Blocks form) { return form.bits == 6 ? 16 : 32; }
+
+/* Bytes of a block of a row: of its integers, and in all, but for what SUPER columns share. */
+IN int bytes_of_integers(Blocks form) { return columns_of_blocks(form) * (form.bits == TABLE ? 4 : form.bits) / 8; }
+IN int bytes_of_row(Blocks form) { return bytes_of_integers(form) + (1 + form.offset) * (form.fine ? 1 : 2); }
+
+/* Whether there are such panels, of so many columns. */
+IN int blocks_fit(int code, int64_t columns) {
+  const Blocks form = blocks_of(code);
+#define SAME(BITS, OFFSET, FINE) code == CODE_OF_BLOCKS(BITS, OFFSET, FINE) ||
+  return (EVERY_BLOCKS(SAME) 0) && columns % (form.fine ? SUPER : columns_of_blocks(form)) == 0;
+#undef SAME
+}
+
+/* How nodes are written in fixed point: bytes of a number, columns of a block, what is added to the weights; and where `mixed`
+ * with the columns in the order in which PANEL_INT4 has them. */
+typedef struct {
+  int digits, columns, half, mixed;
+} Fixed;
+
+/* What follows the bytes of a block of a node. */
+typedef struct {
+  int32_t high, low; /* minus `half` times the sums of the first sixteen bits, and of the last byte of three */
+  float scale, sum;  /* its power of two; the sum of its numbers */
+} Behind;
+
+IN float power_of_two(int exponent) {
+  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return power;
+}
+
+/* The power of two above the greatest number of a block, of which these are the bits, by a margin of 2^15 / 32639; at least
+ * -100, for which numbers are zeros. */
+IN int exponent_of(uint32_t greatest) {
+  float most;
+  memcpy(&most, &greatest, sizeof most);
+  most *= 1.00396f;
+  memcpy(&greatest, &most, sizeof most);
+  const int exponent = (int)(greatest >> 23) - 126;
+  return exponent < -100 ? -100 : exponent;
+}
+
 /* Those of panels from row r on, and of nodes from m on. */
 IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
   const int64_t bytes = r * f->groups * (f->half ? 2 : 4);
@@ -415,25 +473,31 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 }
 
 #include "tiles.inc"
+#undef SET
+#undef TARGET
+#undef OPERAND
+#include "vnni.inc"
 #else
 #include "neon_bf16.inc"
 #endif
 
 /* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
-enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_INT4, FORMS };
+enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_INT4, PANEL_BLOCKS, FORMS };
 
 typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const Factors *);
 static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2,
                                 panels_float_avx2, panels_bf16_avx2, panels_int8_avx2, panels_int4_avx2};
 static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
                                  [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
+static Linear by_bytes[FORMS]; /* where the processor multiplies bytes: with x in fixed point, see integers.inc */
+static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it */
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
 static void (*softmax)(float *, int64_t, float, float, const float *) = softmax8;
 static int64_t (*finish)(const After *, int64_t, int64_t, const float *, const float *, float *, int64_t) = finish8;
 static int64_t (*multiply_of[2])(float *, int64_t) = {multiply_avx2, multiply_avx2}; /* likewise */
-static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4};
-static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8}; /* a row has a multiple of so many */
+static const int64_t bits_of[FORMS] = {32, 16, 8, 8, 32, 16, 8, 4}; /* but of PANEL_BLOCKS */
+static const int64_t columns_of[FORMS] = {1, 1, 1, 1, 1, 2, 4, 8, 16}; /* a row has a multiple of so many */
 static int units;     /* where the model computes in bf16, products by the instruction for it, with x in bf16 */
 
 /* ---------------------------------------------------------------- the list of operations */
@@ -717,9 +781,37 @@ IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 /* From one node to the next in bf16: an odd number of cache lines, so that nodes do not share the lines of one set. */
 IN int64_t apart_in_bf16(int64_t width) { return (width + 31) / 32 / 2 * 64 + 32; }
 
+/* Whether a product takes its nodes in fixed point: that of integers in panels, in groups of whole blocks, where nodes do not
+ * choose columns. */
+IN int in_fixed_point(const Op *op) {
+  return op->form == PANEL_BLOCKS ||
+         (by_bytes[op->form] && op->in / op->groups % 16 == 0 && !(op->kind == LINEAR && op->heads));
+}
+
+IN Fixed fixed_of(const Op *op) {
+  const int digits = op->narrow ? 2 : 3;
+  if (op->form != PANEL_BLOCKS)
+    return (Fixed){digits, op->in / op->groups % 32 ? 16 : 32, op->form == PANEL_INT4 ? 8 : 128, op->form == PANEL_INT4};
+  const Blocks form = blocks_of(op->shift);
+  return (Fixed){digits, columns_of_blocks(form), form.offset ? 0 : form.bits == TABLE ? 128 : 1 << (form.bits - 1), 0};
+}
+
+IN int64_t bytes_of_block(Fixed fixed) { return fixed.digits * fixed.columns + (int64_t)sizeof(Behind); }
+
+/* Bytes of a row of weights. */
+IN int64_t bytes_of_weights(const Op *op) {
+  if (op->form != PANEL_BLOCKS) {
+    const int64_t columns = columns_of[op->form];
+    return (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
+  }
+  const Blocks form = blocks_of(op->shift);
+  return op->in / columns_of_blocks(form) * bytes_of_row(form) + (form.fine ? op->in / SUPER * 2 * (1 + form.offset) : 0);
+}
+
 /* Whether a product takes its nodes in bf16. */
 IN int in_bf16(const Op *op) {
-  return units && by_units[op->form] && (op->narrow || op->form == BFLOAT || op->form == PANEL_BFLOAT);
+  return units && by_units[op->form] && !in_fixed_point(op) &&
+         (op->narrow || op->form == BFLOAT || op->form == PANEL_BFLOAT);
 }
 
 /* Rows of the weights in a task. */
@@ -730,13 +822,13 @@ IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
  * next: rows that follow, as far from the first, where nodes choose them; or 0. */
 AVX2 IN void product(const Op *op, const void *weight, const void *scales, const void *offsets, const Worker *worker,
                      const void *x, int64_t ldx, int64_t nodes, int64_t first, int64_t rows, int64_t next, float *y) {
-  const int64_t columns = columns_of[op->form], row = (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
+  const int64_t row = bytes_of_weights(op);
   const char *w = (const char *)weight + first * row;
   const int chosen = op->kind == LINEAR && op->heads && op->form >= PANELS;
   const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half,
                          chosen ? worker->chosen : NULL, worker->count, next ? w + next * row : NULL};
   const Factors part = part_of(&whole, first, 0);
-  const Linear multiply = in_bf16(op) ? by_units[op->form] : linears[op->form];
+  const Linear multiply = in_fixed_point(op) ? by_bytes[op->form] : in_bf16(op) ? by_units[op->form] : linears[op->form];
   multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
@@ -769,6 +861,11 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
   if (worker->op == op && worker->first == m0) return;
   for (int64_t m = 0; m < nodes; m++) {
     const float *x = ROW(op->src, m0 + m);
+    if (in_fixed_point(op)) {
+      const Fixed fixed = fixed_of(op);
+      fix(x, op->in, &fixed, (char *)worker->x + m * bytes_of_block(fixed), nodes * bytes_of_block(fixed));
+      continue;
+    }
     if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * apart_in_bf16(op->in));
     if (op->offsets) group_sums(x, op->in, op->groups, worker->sums + m * op->groups);
   }
@@ -821,6 +918,10 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   prepare_nodes(op, pass, m0, nodes, worker);
   if (in_bf16(op)) {
     ldx = apart_in_bf16(op->in);
+    x = worker->x;
+  }
+  if (in_fixed_point(op)) {
+    ldx = fixed_of(op).digits;
     x = worker->x;
   }
   if (op->kv_heads) {
@@ -1623,6 +1724,11 @@ static Rooms rooms_of(const Op *ops, int64_t count, const Pass *pass, int64_t sh
       wide = queries * padded_to_32(key_size(ops + i));
     if ((ops[i].kind == LINEAR || ops[i].kind == GATED || ops[i].kind == HEADS) && in_bf16(ops + i) && chunk * apart_in_bf16(ops[i].in) > wide)
       wide = chunk * apart_in_bf16(ops[i].in);
+    if ((ops[i].kind == LINEAR || ops[i].kind == GATED) && in_fixed_point(ops + i)) {
+      const Fixed fixed = fixed_of(ops + i);
+      const int64_t bytes = chunk * (ops[i].in / fixed.columns) * bytes_of_block(fixed);
+      if (bytes > 2 * wide) wide = bytes / 2;
+    }
     if (ops[i].offsets && chunk * ops[i].groups > sums) sums = chunk * ops[i].groups;
     if (ops[i].kind == LINEAR && ops[i].heads && ops[i].in + SOONER_STEPS > chosen) chosen = ops[i].in + SOONER_STEPS;
   }
@@ -1715,6 +1821,8 @@ static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
 
 /* Whether columns of weights come in groups that their form allows. */
 static int groups_fit(const Op *op) {
+  if (op->form == PANEL_BLOCKS)
+    return by_bytes[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
   if (op->form != PANEL_INT8 && op->form != PANEL_INT4)
     return !op->half && (op->form == GROUPED || (!op->groups && !op->offsets));
@@ -1726,7 +1834,7 @@ static int groups_fit(const Op *op) {
 
 static int weights_fit(const Op *op) {
   return op->weight && within(op->form, FLOAT, FORMS - 1) && within(op->out, 1, MOST) && within(op->in, 1, MOST) &&
-         (op->form == FLOAT || op->form == BFLOAT || op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT || op->scales) &&
+         (op->form == FLOAT || op->form == BFLOAT || op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT || op->form == PANEL_BLOCKS || op->scales) &&
          (op->form < PANELS || op->apart % PANEL == 0) && groups_fit(op);
 }
 
@@ -1736,7 +1844,7 @@ static int chosen_fit(const Op *op, const Pass *pass, int64_t nodes) {
   const int64_t parts = op->heads ? op->heads : op->kv_heads;
   return !op->experts && !op->offsets && !(op->heads && op->kv_heads) && within(parts, 1, MOST / PANEL) &&
          within(op->step, 1, PANEL) && parts * op->step == (op->heads ? op->in : op->out) &&
-         !(op->heads && (op->kind == GATED || op->in % columns_of[op->form])) && fits(pass, op->other, parts, nodes) &&
+         !(op->heads && (op->kind == GATED || op->form == PANEL_BLOCKS || op->in % columns_of[op->form])) && fits(pass, op->other, parts, nodes) &&
          op->other != op->dst;
 }
 
@@ -2057,7 +2165,7 @@ static void copy_panels(void *given, int self, int threads) {
    bits. Returns as truedraft_pass. */
 int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *panels, int threads) {
   if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
-  if (!within(form, PANELS, FORMS - 1) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
+  if (!within(form, PANELS, PANEL_INT4) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
   if (in % columns_of[form]) return BAD_OP;
   const int64_t row = form == PANEL_INT4 ? in : in * bits_of[form] / 8, panel = PANEL * in * bits_of[form] / 8;
   in_team(threads, copy_panels, &(Copied){form, out, in, row, panel, rows, panels});
@@ -2084,6 +2192,9 @@ int64_t truedraft_multiply(int form, int64_t steps, int threads) {
   return m.operations * threads;
 }
 
+/* Whether the processor multiplies panels that have their scales within them. */
+int truedraft_takes_blocks(void) { return by_bytes[PANEL_BLOCKS] != NULL; }
+
 /* The layout of the structures in memory, to detect a stale build. */
 int64_t truedraft_layout(void) {
   return (((int64_t)(offsetof(Op, weight) * 4096 + offsetof(Op, eps)) * 4096 + (int64_t)sizeof(Op)) * 4096 +
@@ -2100,8 +2211,17 @@ int64_t truedraft_layout(void) {
   (by_units[PANEL_BFLOAT] = panels_bf16_##set, by_units[PANEL_INT8] = panels_int8_##set,                                 \
    by_units[PANEL_INT4] = panels_int4_##set, multiply_of[1] = multiply_##set)
 
-/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16; 7
-   also those for tiles of bf16. */
+#ifdef __x86_64__
+static void use_bytes(int used) {
+  by_bytes[PANEL_INT8] = used ? panels_int8_bytes : NULL;
+  by_bytes[PANEL_INT4] = used ? panels_int4_bytes : NULL;
+  by_bytes[PANEL_BLOCKS] = used ? panels_blocks_bytes : NULL;
+  fix = to_blocks;
+}
+#endif
+
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16
+   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
 #ifdef __x86_64__
@@ -2115,8 +2235,10 @@ int truedraft_choose(int wanted) {
   if (units) USE_FOR_BF16(units);
   if (units && wanted >= 7 && has_tiles()) {
     USE_FOR_BF16(tiles);
+    use_bytes(0);
     return 7;
   }
+  use_bytes(wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"));
 #else
   const int wide = 0;
   units = wanted >= 6 && multiplies_bf16();
