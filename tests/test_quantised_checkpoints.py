@@ -348,5 +348,5 @@ def test_a_missing_package_and_a_second_quantisation_are_refused(
 
 def test_the_plan_of_a_server_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
     path, _ = write("gptq", tmp_path)
-    (weights,) = (part for part in planned(ServeConfig(model=str(path))) if part.name == "weights")
+    (weights,) = (part for part in planned(ServeConfig(model=str(path))).parts if part.name == "weights")
     assert weights.bytes == (path / "model.safetensors").stat().st_size

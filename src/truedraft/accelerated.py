@@ -347,6 +347,16 @@ class Accelerated(StandIn):
         return self._assisted[1]
 
 
+def _change_weights(model: Any, quantize: str | None, release_weights: bool) -> None:
+    """Quantise the weights of a model, and keep them once, where that is requested."""
+    if quantize is not None or release_weights:
+        check_hosted(model)
+    if quantize is not None:
+        quantized(model, quantize)
+    if release_weights:
+        released(model)
+
+
 def accelerate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -406,12 +416,7 @@ def accelerate(
     """
     model = unwrapped(model)
     with defaults():
-        if quantize is not None:
-            check_hosted(model)
-            quantized(model, quantize)
-        if release_weights:
-            check_hosted(model)
-            released(model)
+        _change_weights(model, quantize, release_weights)
         if renoises(model):
             check_for_canvas(ties, control)
             return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore

@@ -97,11 +97,7 @@ def load(
     if kind_by(config.to_dict()) == "text":
         every = isinstance(source, Path) and checkpoints.is_gguf(source)
         _complete(model, tokenizer, config, every, whole if stored and not kinds.reads_sources(config) else None)
-    if quantize is not None:
-        from truedraft.runtime.quantize import quantize as quantized
-
-        quantized(model, quantize)
-    return model, tokenizer
+    return _quantised(model, quantize), tokenizer
 
 
 def _complete(model: Any, tokenizer: Any, config: Any, every: bool = False, checked: str | None = None) -> None:
@@ -119,8 +115,6 @@ def _with_adapter(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that an adapter of PEFT names, with the adapter merged into its weights where these are plain."""
     from transformers import AutoTokenizer, GenerationConfig
-
-    from truedraft.runtime.quantize import quantize as quantized
 
     whole, base = f"{argument} {name!r}", _base_of(folder, name, argument)
     adapters.check_installed(whole)
@@ -142,9 +136,16 @@ def _with_adapter(
     with contextlib.suppress(OSError):  # it has none
         made.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     ends.complete(made, tokenizer, made.config)
+    return _quantised(made, quantize), tokenizer
+
+
+def _quantised(model: Any, quantize: str | None) -> Any:
+    """A model after its weights were quantised, where that is requested."""
     if quantize is not None:
-        quantized(made, quantize)
-    return made, tokenizer
+        from truedraft.runtime.quantize import quantize as quantized
+
+        quantized(model, quantize)
+    return model
 
 
 def _padded(tokenizer: Any) -> Any:
