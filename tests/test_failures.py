@@ -409,7 +409,7 @@ def test_cache_that_does_not_fit_is_refused_and_leaves_no_state(monkeypatch: pyt
         request = added(engine, 0, 12, None, "default")
         engine.step()
         free[0] = 10_000  # enough for the checks of a host
-        with pytest.raises(NoRoom, match="64 rows x"):
+        with pytest.raises(NoRoom, match="a row of 48 tokens"):
             fast.engine(max_rows=64, max_tokens=LONGEST)
         finish(engine)
         check(request, 0, 12, None)

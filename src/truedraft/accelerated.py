@@ -379,8 +379,7 @@ def accelerate(
             exact.
         tokenizer: required only for text (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
-            model, or None for plain decoding; "auto" needs no training and uses references
-            if there are any.
+            model, or None for plain decoding; "auto" needs no training and uses references if there are any.
         rule: an acceptance rule or its name; by default `greedy`, or `seeded` where generate samples: both give the
             tokens of `model.generate`. Others sample different tokens of the same distribution (`truedraft methods`
             lists them); "lossy/NAME" is a lossy one, which changes the distribution.
@@ -403,10 +402,8 @@ def accelerate(
             the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
             (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`; of any-subset models, which fill
             masks anywhere, an `AcceleratedSubset`).
-        release_weights: keep the weights of linear layers of the model itself once, as compiled passes read them, where
-            they would read copies otherwise: half the memory, and the same bits. `model.generate` goes on, by compiled
-            products; the model can no longer be trained or saved, its weights not be written to, and long prompts are
-            read by the compiled pass too. Needs torchao.
+        release_weights: keep weights of linear layers of the model itself once, as compiled passes read them: the same
+            bits in half the memory. It can no longer be trained or saved, nor its weights be written to. Needs torchao.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
