@@ -21,7 +21,7 @@ from truedraft import Refused
 from truedraft.cli import main
 from truedraft.errors import Note
 from truedraft.loading import load_tokenizer
-from truedraft.runtime import checkpoints, native, processors
+from truedraft.runtime import checkpoints, native
 from truedraft.runtime.checkpoints._blocks import BLOCKS
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.plan import planned
@@ -89,7 +89,7 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
     names = [f"{layer}.{part}_proj.weight" for layer in (0, 1) for part in PROJECTIONS]
     types = dict(zip(names, EXACT, strict=False))
     weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_0", types)
-    model, _ = truedraft.load(str(tmp_path / "m.gguf"), dtype="float32")
+    model, _ = truedraft.load(str(tmp_path / "m.gguf"))
     found = {type: name for name in weights for end, type in types.items() if name.endswith(end)}
     assert {*found} == {*EXACT}
     for type, name in found.items():
@@ -105,7 +105,7 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
 def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
     """Linear layers stay integers of the format's bits, and stand for what its own code computes in fp32."""
     path, weights = write(case, tmp_path)
-    model, tokenizer = truedraft.load(str(path), dtype="auto" if case in FOLDERS else "float32")
+    model, tokenizer = truedraft.load(str(path))
     assert (
         model.dtype == torch.float32 and tokenizer("one day").input_ids == load_tokenizer("nano")("one day").input_ids
     )
@@ -128,7 +128,7 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
 )
 def test_texts_are_those_of_the_plain_model_with_these_weights(case: str, tmp_path: Path) -> None:
     path, weights = write(case, tmp_path)
-    model, _ = truedraft.load(str(path), dtype="float32")
+    model, _ = truedraft.load(str(path))
     plain = quantised.with_weights(quantised.plain(), weights)
     fast = truedraft.accelerate(model, control="fixed")
     for sample in (False, True):
@@ -164,26 +164,16 @@ def test_mixed_types_of_one_file(tmp_path: Path) -> None:
     others = {"down_proj.weight": "Q6_K", "v_proj.weight": "F16", "1.mlp.up_proj.weight": "IQ3_S"}
     weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_K", others)
     with pytest.warns(Note, match=r"1 tensor \(model.layers.1.mlp.up_proj.weight\) could not stay integers"):
-        model, _ = truedraft.load(str(tmp_path / "m.gguf"), dtype="float32")
+        model, _ = truedraft.load(str(tmp_path / "m.gguf"))
     for name, weight in stored(model).items():
         plain = name.endswith(("v_proj.weight", "1.mlp.up_proj.weight"))
         assert isinstance(weight, PackedTensor) != plain, name
         assert torch.equal(weight if plain else weight.dequantize(), weights[name]), name
 
 
-@pytest.mark.parametrize(("features", "dtype"), [({"avx512_bf16"}, torch.bfloat16), ({"avx2"}, torch.float32)])
-def test_a_file_of_gguf_takes_the_dtype_that_decodes_fastest(
-    features: set[str], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = write("Q8_0", tmp_path)
-    monkeypatch.setattr(processors, "processor", lambda: frozenset(features))
-    model, _ = truedraft.load(str(path))
-    assert model.dtype == dtype and model.lm_head.weight.dtype == dtype
-
-
 def test_a_tied_head_stays_integers(tmp_path: Path) -> None:
     path, weights = write("Q8_0", tmp_path, quantised.plain(tied=True))
-    model, _ = truedraft.load(str(path), dtype="float32")
+    model, _ = truedraft.load(str(path))
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert isinstance(head.data, PackedTensor) and not isinstance(embedding.data, PackedTensor)
     for weight in (embedding, head.dequantize()):
@@ -277,7 +267,7 @@ def test_command_reads_them(case: str, tmp_path: Path, capsys: pytest.CaptureFix
     plain = quantised.with_weights(quantised.plain(), weights)
     given = {name: prompt[name] for name in ("input_ids", "attention_mask")}
     expected = plain.generate(**given, max_new_tokens=24, do_sample=False)[0, given["input_ids"].shape[1] :]
-    assert main(["generate", str(path), "one day", "--max-new-tokens", "24", "--json", "--dtype", "float32"]) == 0
+    assert main(["generate", str(path), "one day", "--max-new-tokens", "24", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()
 
 

@@ -51,17 +51,6 @@ def is_quantised(source: Path | str, config: Any) -> bool:
     return (isinstance(source, Path) and is_gguf(source)) or _method(config) in FOLDERS
 
 
-def precision(source: Path | str, config: Any) -> str:
-    """The dtype of a quantised checkpoint's activations, where the caller names none: that of its configuration, or
-    fp32 for fp16; of a file of GGUF that in which this processor decodes it fastest."""
-    import torch
-
-    from truedraft.runtime.processors import processor
-
-    fast = isinstance(source, Path) and is_gguf(source) and "avx512_bf16" in processor()
-    return "bfloat16" if fast or config.dtype == torch.bfloat16 else "float32"
-
-
 def complete(source: Path | str, config: Any) -> None:
     """Give a configuration the settings of quantisation that older tools have written into a file of their own.
 
