@@ -457,9 +457,9 @@ def speeds() -> list[str]:
 def real(model: str) -> list[str]:
     """Tokens per second of requests to an instruct model, by kind and side, and the default over transformers.
 
-    model: the first word of its name in the file.
+    model: what its name in the file begins with.
     """
-    rows = [row for row in _results("real") if row["model"].split()[0] == model]
+    rows = [row for row in _results("real") if row["model"].startswith(model)]
     sides = list(dict.fromkeys(row["side"] for row in rows))
     speeds: dict[str, dict[str, float]] = {}
     for row in rows:
