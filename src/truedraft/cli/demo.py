@@ -19,6 +19,7 @@ from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
+from truedraft.runtime import checkpoints
 from truedraft.text.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def demo(
 
 
 def _default(out: Console) -> str:
-    """SmolLM2 where its package is installed; else `nano`, which is said."""
+    """SmolLM2 where its package is installed, and what reads its file; else `nano`, which is said."""
     try:
-        packaged.path("smollm2")
+        checkpoints.place(packaged.path("smollm2"))
     except Refused as why:
         print_folded(out, f"{why}. Without it, the demonstration runs nano, a model of stories and edits of code.")
         return "nano"
