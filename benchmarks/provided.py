@@ -42,6 +42,7 @@ from truedraft.loading import load
 from truedraft.runtime.identity import fingerprint
 from truedraft.serve.constraints import Constraints
 from truedraft.stores.corpus import Corpus
+from truedraft.text.templates import request_text
 
 SCHEMA = {
     "type": "object",
@@ -74,8 +75,7 @@ UNITS = {
 def chatted(tokenizer: Any, text: str) -> Tensor:
     """(1, n) token ids of a request, in the model's chat template where it has one."""
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = request_text(tokenizer, text)
     ids: Tensor = tokenizer(text, return_tensors="pt", return_token_type_ids=False)["input_ids"]
     return ids
 

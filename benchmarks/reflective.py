@@ -24,6 +24,7 @@ from truedraft import registry
 from truedraft.bench.workloads import embedded
 from truedraft.files import write_whole
 from truedraft.loading import load
+from truedraft.text.templates import request_text
 
 KINDS = ("edit", "chat", "story")
 
@@ -34,8 +35,7 @@ def encoded(tokenizer: Any, kind: str, limit: int) -> list[torch.Tensor]:
     for item in next(one.items for one in embedded() if one.name == kind)[:limit]:
         text = item.text
         if tokenizer.chat_template:
-            messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = request_text(tokenizer, text)
         found.append(tokenizer(text, return_tensors="pt", return_token_type_ids=False)["input_ids"])
     return found
 

@@ -59,15 +59,21 @@ def embedded(sources: bool = False, tokenizer: Any = None) -> list[Workload]:
     ]
 
 
-def _requests(tokenizer: Any) -> list[Workload]:
-    """Questions, summaries, edits of texts, and files of code, each a user's message."""
-    from truedraft.text.templates import request_text
-
-    kinds: dict[str, list[Item]] = defaultdict(list)
+def requests() -> dict[str, list[str]]:
+    """By kind, embedded requests to an assistant: questions, summaries, edits of texts, and files of code."""
+    kinds: dict[str, list[str]] = defaultdict(list)
     for line in assets.prompt("requests.jsonl").split("\n"):
         row = json.loads(line)
-        kinds[row["kind"]].append(Item(request_text(tokenizer, row["request"])))
-    return [Workload(kind, tuple(items), 300) for kind, items in kinds.items()]
+        kinds[row["kind"]].append(row["request"])
+    return kinds
+
+
+def _requests(tokenizer: Any) -> list[Workload]:
+    """The embedded requests, each a user's message."""
+    from truedraft.text.templates import request_text
+
+    made = {kind: tuple(Item(request_text(tokenizer, one)) for one in texts) for kind, texts in requests().items()}
+    return [Workload(kind, items, 300) for kind, items in made.items()]
 
 
 def _edit(text: str, instruction: str, *before: str) -> Item:

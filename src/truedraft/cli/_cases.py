@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from truedraft import assets
+from truedraft.bench.workloads import requests
 from truedraft.cli._text import read
 from truedraft.errors import Refused
 
@@ -41,7 +41,7 @@ def cases(prompt: Path | None, instruction: str | None, tokens: int | None, toke
         if instruction is not None:
             raise Refused("--instruction needs --prompt FILE, the text to edit")
         if chat:
-            return [_request(tokenizer, kind, text, tokens or 400) for kind, text in _first_requests().items()]
+            return [_request(tokenizer, kind, requests()[kind][0], tokens or 400) for kind in PROSE]
         edit = assets.edit_prompt(assets.prompt("edit.py.txt"), assets.prompt("edit_instruction.txt"))
         return [Case("story", assets.prompt("story.txt"), tokens or 200), Case("edit", edit, tokens or 400)]
     text = read(prompt, "--prompt").removesuffix("\n")
@@ -52,13 +52,6 @@ def cases(prompt: Path | None, instruction: str | None, tokens: int | None, toke
     if instruction is not None:
         return [Case(prompt.name, assets.edit_prompt(text, instruction), tokens or 400)]
     return [Case(prompt.name, text, tokens or 200)]
-
-
-def _first_requests() -> dict[str, str]:
-    """The first embedded request of each kind that is prose."""
-    rows = [json.loads(line) for line in reversed(assets.prompt("requests.jsonl").split("\n"))]
-    first = {row["kind"]: row["request"] for row in rows}
-    return {kind: first[kind] for kind in PROSE}
 
 
 def _request(tokenizer: Any, name: str, text: str, tokens: int) -> Case:
