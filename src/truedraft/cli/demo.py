@@ -76,13 +76,16 @@ def demo(
 
         return demo_canvas(todo, model or "nano-diffusion", draft, dtype, quantize, stretched, threads)
     out = console()
+    instead = None
     if model is None:
-        model = "nano" if stretched else _default(out)
+        model, instead = ("nano", None) if stretched else _default()
     fast = accelerated(
         model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
     )  # fmt: skip
     todo = cases(prompt, instruction, max_new_tokens, fast.tokenizer)
     _check(fast, model, todo)
+    if instead is not None:
+        print_folded(out, instead)
     with waiting("warming up, and measuring the cost of a pass"):
         for case in todo:
             outcome = Outcome(Case(case.name, case.text, WARM_UP))
@@ -99,14 +102,13 @@ def demo(
     return int(any(outcome.differs is not None for outcome in outcomes))
 
 
-def _default(out: Console) -> str:
-    """SmolLM2 where its package is installed, and what reads its file; else `nano`, which is said."""
+def _default() -> tuple[str, str | None]:
+    """SmolLM2 where its package is installed, and what reads its file; else `nano`, and why, to be said."""
     try:
         checkpoints.place(packaged.path("smollm2"))
     except Refused as why:
-        print_folded(out, f"{why}. Without it, the demonstration runs nano, a model of stories and edits of code.")
-        return "nano"
-    return "smollm2"
+        return "nano", f"{why}. Without it, the demonstration runs nano, a model of stories and edits of code."
+    return "smollm2", None
 
 
 def _check(fast: Accelerated, model: str, todo: Sequence[Case]) -> None:
