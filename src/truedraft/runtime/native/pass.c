@@ -33,7 +33,7 @@ typedef uint16_t bf16;
 #endif
 #include "team.inc"
 
-enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 128, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16 };
+enum { L = 8, BLOCK = 24, PANEL = 16, BROAD = 3 * PANEL, WIDE = 32, DEEP = 128, SOON = 16, CHUNK = 128, AHEAD = 2048, LONG = 8192, SOONER_STEPS = 16, EARLY = 4096 };
 enum { KEYS = 64, MANY = 16, ROUNDED = 128, TOGETHER = 8, MOST_ROUNDED = 512, SPINS = 2000, RUNNING = 12, CHANNELS = 256, STREAMS = 8 };
 
 /* ---------------------------------------------------------------- vectors of eight floats */
