@@ -385,10 +385,10 @@ def test_a_terminal(terminal: Terminal, nano: truedraft.Accelerated, tmp_path: P
     terminal.type("/help\n")
     shown = terminal.until(r"the line\n> ")
     assert max(map(len, shown.splitlines())) <= 30
-    terminal.type("/set max_new_tokens=5\n")
-    terminal.until("\n> ")
     terminal.type("/set min_new_tokens=None\n")
     terminal.until("\n> ")
+    terminal.type("/set max_new_tokens=5\n")
+    terminal.until("max_new_tokens=5\n[^>]+\n> ")
     terminal.type("two\\\n")
     terminal.until(r"\n\. ")
     terminal.type("lines\n")
