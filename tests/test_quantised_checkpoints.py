@@ -89,7 +89,7 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
     names = [f"{layer}.{part}_proj.weight" for layer in (0, 1) for part in PROJECTIONS]
     types = dict(zip(names, EXACT, strict=False))
     weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_0", types)
-    model, _ = truedraft.load(str(tmp_path / "m.gguf"))
+    model, _ = truedraft.load(str(tmp_path / "m.gguf"), "float32")
     found = {type: name for name in weights for end, type in types.items() if name.endswith(end)}
     assert {*found} == {*EXACT}
     for type, name in found.items():
@@ -105,7 +105,7 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
 def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
     """Linear layers stay integers of the format's bits, and stand for what its own code computes in fp32."""
     path, weights = write(case, tmp_path)
-    model, tokenizer = truedraft.load(str(path))
+    model, tokenizer = truedraft.load(str(path), "float32")
     assert (
         model.dtype == torch.float32 and tokenizer("one day").input_ids == load_tokenizer("nano")("one day").input_ids
     )
@@ -128,7 +128,7 @@ def test_weights_are_those_of_the_format(case: str, tmp_path: Path) -> None:
 )
 def test_texts_are_those_of_the_plain_model_with_these_weights(case: str, tmp_path: Path) -> None:
     path, weights = write(case, tmp_path)
-    model, _ = truedraft.load(str(path))
+    model, _ = truedraft.load(str(path), "float32")
     plain = quantised.with_weights(quantised.plain(), weights)
     fast = truedraft.accelerate(model, control="fixed")
     for sample in (False, True):
@@ -164,7 +164,7 @@ def test_mixed_types_of_one_file(tmp_path: Path) -> None:
     others = {"down_proj.weight": "Q6_K", "v_proj.weight": "F16", "1.mlp.up_proj.weight": "IQ3_S"}
     weights = quantised.write_gguf(tmp_path / "m.gguf", quantised.plain(), "Q4_K", others)
     with pytest.warns(Note, match=r"1 tensor \(model.layers.1.mlp.up_proj.weight\) could not stay integers"):
-        model, _ = truedraft.load(str(tmp_path / "m.gguf"))
+        model, _ = truedraft.load(str(tmp_path / "m.gguf"), "float32")
     for name, weight in stored(model).items():
         plain = name.endswith(("v_proj.weight", "1.mlp.up_proj.weight"))
         assert isinstance(weight, PackedTensor) != plain, name
@@ -173,7 +173,7 @@ def test_mixed_types_of_one_file(tmp_path: Path) -> None:
 
 def test_a_tied_head_stays_integers(tmp_path: Path) -> None:
     path, weights = write("Q8_0", tmp_path, quantised.plain(tied=True))
-    model, _ = truedraft.load(str(path))
+    model, _ = truedraft.load(str(path), "float32")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert isinstance(head.data, PackedTensor) and not isinstance(embedding.data, PackedTensor)
     for weight in (embedding, head.dequantize()):
@@ -267,8 +267,27 @@ def test_command_reads_them(case: str, tmp_path: Path, capsys: pytest.CaptureFix
     plain = quantised.with_weights(quantised.plain(), weights)
     given = {name: prompt[name] for name in ("input_ids", "attention_mask")}
     expected = plain.generate(**given, max_new_tokens=24, do_sample=False)[0, given["input_ids"].shape[1] :]
-    assert main(["generate", str(path), "one day", "--max-new-tokens", "24", "--json"]) == 0
+    assert main(["generate", str(path), "one day", "--max-new-tokens", "24", "--json", "--dtype", "float32"]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.tolist()
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_file_of_gguf_gets_the_dtype_that_decodes_fastest(
+    blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names none: bfloat16 where integers are multiplied as bytes, else float32; commands say which."""
+    path, _ = write("Q6_K", tmp_path)
+    if blocks and not native.takes_blocks():
+        pytest.skip("this processor multiplies no bytes")
+    monkeypatch.setattr(native, "takes_blocks", lambda: blocks)
+    chosen = torch.bfloat16 if blocks else torch.float32
+    assert truedraft.load(str(path))[0].dtype == chosen
+    assert truedraft.load(str(path), "float32")[0].dtype == torch.float32
+    assert main(["generate", str(path), "one day", "--max-new-tokens", "4"]) == 0
+    note = f"activations in {str(chosen).removeprefix('torch.')}, which decodes fastest here"
+    assert note in capsys.readouterr().err
+    assert main(["generate", str(path), "one day", "--max-new-tokens", "4", "--dtype", "float32"]) == 0
+    assert "decodes fastest" not in capsys.readouterr().err
 
 
 def damaged(**given: Any) -> dict[str, Any]:

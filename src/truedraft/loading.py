@@ -52,8 +52,9 @@ def load(
     Args:
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
         dtype: "auto", "float32", "bfloat16" or "float16", or one of torch; of the activations of quantised
-            checkpoints, whose float16 is float32 by default. bfloat16 reads long prompts faster, and decodes no faster
-            where integers are multiplied as bytes (docs/runtime.md).
+            checkpoints. By default that of the checkpoint, where a quantised one's float16 is float32. A file of GGUF
+            names none: it gets the one that decodes fastest on this processor (`model.dtype`), bfloat16 where integers
+            are multiplied as bytes (docs/runtime.md), else float32.
         quantize: "int8" or "int4".
         argument: the argument's name in messages.
         reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.
@@ -286,7 +287,7 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
     with torch.device("meta"):
         empty = kinds.auto_class(config).from_config(config)
     if dtype == "auto":
-        dtype = "bfloat16" if config.dtype == torch.bfloat16 else "float32"
+        dtype = _activations(config, source)
     tensors = checkpoint.tensors(empty, getattr(torch, dtype))
     loaded = _with_weights(type(empty), None, model, config=config, state_dict=tensors, dtype=getattr(torch, dtype))
     if plain := checkpoint.finished(loaded):
@@ -295,6 +296,23 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
     with contextlib.suppress(OSError):  # it has none
         loaded.generation_config = GenerationConfig.from_pretrained(source, local_files_only=isinstance(source, Path))
     return loaded
+
+
+def chooses_dtype(name: str, argument: str = "MODEL") -> bool:
+    """Whether a model names no dtype, so that the one is taken that decodes fastest: a file of GGUF."""
+    source = source_of(name, argument)
+    return isinstance(source, Path) and checkpoints.is_gguf(source)
+
+
+def _activations(config: Any, source: Path | str) -> str:
+    """The dtype of a quantised checkpoint's activations, by default."""
+    import torch
+
+    from truedraft.runtime import native
+
+    if isinstance(source, Path) and checkpoints.is_gguf(source) and native.takes_blocks():
+        return "bfloat16"
+    return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
 
 def _with_weights(kind: Any, source: Path | str | None, model: str, **options: Any) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from truedraft.bench.sizes import size_of
 from truedraft.canvas.layout import attending
 from truedraft.cli._options import TEXT, check_kind, check_names, use_threads
 from truedraft.cli._text import waiting
+from truedraft.errors import Note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +45,9 @@ def load(
     if stretched is None:
         loaded = loading.load(name, dtype, quantize, argument, reads_sources)
         check_kind(_kind(loaded[0]), name, argument, runs)
+        if dtype == "auto" and loading.chooses_dtype(name, argument):
+            chosen = str(loaded[0].dtype).removeprefix("torch.")
+            warnings.warn(f"{argument} {name!r}: activations in {chosen}, which decodes fastest here", Note, 2)
         return loaded
     layers, hidden = size_of(stretched, name)
     from truedraft.bench import stretched as stretching

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -173,7 +174,7 @@ class ViewTree(ConfidenceTree):
 
     def mean_share(self, views: Sequence[View]) -> float:
         """What a level reads of the target's weights, over all of them, in the mean over the views."""
-        return sum(map(self._target.share, views)) / len(views)
+        return sum(count * self._target.share(view) for view, count in Counter(views).items()) / len(views)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if self.pass_cost is not None and not self._of_level:

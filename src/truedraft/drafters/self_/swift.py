@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from truedraft.drafters.self_._drafter import ViewDrafter
 from truedraft.drafters.self_._search import SkipSearch
 from truedraft.errors import Refused
 from truedraft.stores.memory import Tenants
+from truedraft.stores.ranks import ranks_of
 from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Row, Scores
 from truedraft.views._base import NONE, Reduction, View
@@ -70,7 +72,7 @@ class Swift(ViewDrafter):
     enough: float = knob(0.95, 0, 1)  # score with which the search ends; published 0.93 to 0.95
     patience: int = knob(300, 1, 100_000)  # sets without improvement after which it ends; published 300
     trials: int = knob(1000, 1, 100_000)  # sets at most; published 1,000
-    effort: float = knob(0.03, 0, 1000)  # seconds that the search may take, per second of decoding; 0 for no search
+    effort: float = knob(0.01, 0, 1000)  # seconds that the search may take, per second of decoding; 0 for no search
     nodes: int = knob(24, 1, 1024)  # of the draft
     depth: int = knob(25, 1, 64)  # levels at most; published 25
     top_k: int = knob(10, 1, 64)  # children of a node, of which the likeliest is expanded; published 3 to 10
@@ -145,20 +147,27 @@ class Swift(ViewDrafter):
         super().observe(rows, trees, scores, accepted)
         of_row = (time.perf_counter() - self._began) / len(rows) if self._began else 0.0
         ready: dict[str, list[Row]] = {}
-        for row, logits, one in zip(rows, scores.logits, accepted, strict=True):
+        likeliest: Any = ranks_of(scores) or scores.logits.argmax(-1).tolist()
+        for row, best, one in zip(rows, likeliest, accepted, strict=True):
             stream, mine = self._streams.of(row.namespace), ready.setdefault(row.namespace, [])
             stream.decoding += of_row
             if not one.ended and self.effort and self._goes_on(stream.search):
                 decoded = self._decoded.setdefault(id(row), deque(maxlen=self.window))
-                decoded.extend(logits[list(one.path)].argmax(-1).tolist())
+                decoded.extend(best[node] for node in one.path)
                 if len(decoded) == self.window < len(row.tokens):
                     mine.append(row)
         for namespace, some in ready.items():
             stream = self._streams.of(namespace)
             stream.passes += 1
-            paid = stream.searching + stream.trial < self.effort * stream.decoding
+            paid = stream.searching + (stream.trial or self._of_trial) < self.effort * stream.decoding
             if some and paid and stream.passes >= self.interval:
                 self._try(stream, some[len(stream.search.tried) % len(some)])
+
+    @property
+    def _of_trial(self) -> float:
+        """Seconds that the first scoring of a set is expected to take: the pass reads a window under a view."""
+        cost = self.pass_cost
+        return 0.0 if cost is None else self._share * (cost.plain + self.window * cost.node)
 
     def _goes_on(self, search: SkipSearch) -> bool:
         return search.score <= self.enough and search.stale < self.patience and len(search.tried) < self.trials
