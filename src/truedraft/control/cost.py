@@ -44,7 +44,7 @@ class Cost(Control):
     )
     memory: float = knob(0.9, 0, 1)  # weight that an observation keeps at each later one
     survival: float = knob(0.85, 0, 1)  # prior acceptance rate of a later token, if those before it are accepted
-    slack: float = knob(0.01, 0, 1)  # share of the time that trial drafts, and drafts not verified, may cost
+    slack: float = knob(0.005, 0, 1)  # share of the time that trial drafts, and drafts not verified, may cost
     rate: float = knob(0.1, 0, 1)  # learning rate of the costs of passes
 
     def __post_init__(self) -> None:
