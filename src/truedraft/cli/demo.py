@@ -79,8 +79,6 @@ def demo(
     instead = None
     if model is None:
         model, instead = ("nano", None) if stretched else _default()
-    if dtype == "auto" and model in packaged.MODELS:
-        dtype = "float32"  # in which the engine and transformers round alike but for the last bits
     fast = accelerated(
         model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
     )  # fmt: skip
