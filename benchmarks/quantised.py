@@ -1,11 +1,18 @@
 """truedraft and llama.cpp on the same files of GGUF: reading a prompt and plain decoding, taking turns.
 
     python benchmarks/quantised.py FILE.gguf ... --llama /venvs/llama/bin/python [--rounds 5] [--json FILE]
+    python benchmarks/quantised.py FILE.gguf ... --llama /venvs/llama/bin/python --answers 128 [--json FILE]
 
 `--llama` is an interpreter that has llama-cpp-python, whose llama.cpp was built on this machine. Each engine is a
 process of its own, on the same threads; all read the same tokens, and write greedily. truedraft drafts nothing here, in
 fp32 and in bf16. Speeds are medians over rounds, those of decoding after the first token; ratios are taken round by
 round.
+
+`--answers N`: instead, answers of at most N tokens to nine requests of nine kinds, in the model's chat template, up to
+its end of text: tokens per second over all of them, prompts included. llama.cpp alone and with its prompt lookup of
+ten tokens, which calls its Python binding's `LlamaPromptLookupDecoding`; truedraft in its default dtype without drafts
+and with the default drafter. A round takes all nine by one engine after the other; llama.cpp rounds activations to
+eight bits, so that its texts are others.
 """
 
 from __future__ import annotations
@@ -24,17 +31,20 @@ from typing import Any
 THREADS = len(os.sched_getaffinity(0))
 TEXT = Path(__file__).parents[1] / "LICENSE"
 DTYPES = ("float32", "bfloat16")
+LOOKUP = "llama.cpp, its lookup"
+ANSWERING = {"llama.cpp": None, LOOKUP: 10, "no drafts": None, "default": "auto"}  # what each drafts by
 
 
-def spoken_by_truedraft(file: str, dtype: str) -> Any:
-    """A function of a prompt and a number of tokens, which yields a count of new tokens after every pass."""
+def spoken_by_truedraft(file: str, dtype: str, draft: str | None = None, whole: bool = True) -> Any:
+    """A function of a prompt and a number of tokens, which yields a count of new tokens after every pass. whole: texts
+    go on behind their ends."""
     import torch
 
     import truedraft
 
     torch.set_num_threads(THREADS)
     model, tokenizer = truedraft.load(file, dtype=dtype)
-    fast = truedraft.accelerate(model, tokenizer, draft=None, strict=True)
+    fast = truedraft.accelerate(model, tokenizer, draft=draft, strict=True)
 
     def generate(prompt: list[int], new: int) -> Iterator[int]:
         counts: list[tuple[float, int]] = []
@@ -43,37 +53,56 @@ def spoken_by_truedraft(file: str, dtype: str) -> Any:
             counts.append((time.perf_counter(), sum(len(emitted.tokens) for emitted in done.emitted)))
 
         ids = torch.tensor([prompt])
-        given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        given: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        if whole:
+            given["min_new_tokens"] = new
+        fast.forget()  # what earlier answers had
         fast.generate(ids, on_pass=on_pass, **given)
         return iter(counts)
 
     return generate
 
 
-def spoken_by_llama(file: str) -> Any:
-    """The same of llama.cpp."""
+def spoken_by_llama(file: str, lookup: int | None = None, whole: bool = True) -> Any:
+    """The same of llama.cpp, alone or with its prompt lookup."""
     from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+    threads: dict[str, Any] = dict(n_threads=THREADS, n_threads_batch=THREADS)
+    drafting = None if lookup is None else LlamaPromptLookupDecoding(num_pred_tokens=lookup)
     llama = Llama(
-        file, n_ctx=2048, n_batch=512, n_threads=THREADS, n_threads_batch=THREADS, verbose=False, logits_all=False
+        file, n_ctx=2048, n_batch=512, verbose=False, logits_all=lookup is not None, draft_model=drafting, **threads
     )
 
     def generate(prompt: list[int], new: int) -> Iterator[tuple[float, int]]:
         llama.reset()
-        for _, _token in zip(range(new), llama.generate(prompt, temp=0.0), strict=False):
+        for _, token in zip(range(new), llama.generate(prompt, temp=0.0), strict=False):
             yield time.perf_counter(), 1
+            if token == llama.token_eos() and not whole:
+                return
 
     return generate
 
 
-def work(engine: str, file: str) -> None:
-    """Answer requests, a line each: seconds to the first token, and tokens per second after it."""
-    generate = spoken_by_llama(file) if engine == "llama.cpp" else spoken_by_truedraft(file, engine)
+def work(engine: str, file: str, answers: bool) -> None:
+    """Answer requests, a line each: tokens per second of the prompt, and after the first token; or, of answers, their
+    tokens and seconds."""
+    if engine in ANSWERING and answers:
+        llama = engine.startswith("llama.cpp")
+        drafting: Any = ANSWERING[engine]
+        generate = (
+            spoken_by_llama(file, drafting, False) if llama else spoken_by_truedraft(file, "auto", drafting, False)
+        )
+    else:
+        generate = spoken_by_llama(file) if engine == "llama.cpp" else spoken_by_truedraft(file, engine)
     print(json.dumps({"ready": engine}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         start = time.perf_counter()
         stamps = list(generate(request["prompt"], request["new"]))
+        if answers:
+            print(json.dumps({"tokens": sum(n for _, n in stamps), "seconds": time.perf_counter() - start}), flush=True)
+            continue
         (first, _), (last, _) = stamps[0], stamps[-1]
         decoded = sum(count for _, count in stamps[1:])
         print(
@@ -85,8 +114,8 @@ def work(engine: str, file: str) -> None:
 class Worker:
     """An engine that works in another process."""
 
-    def __init__(self, python: str, engine: str, file: Path):
-        command = [python, __file__, "--work", engine, str(file)]
+    def __init__(self, python: str, engine: str, file: Path, answers: bool = False):
+        command = [python, __file__, "--work", engine, str(file), *(["--answers", "1"] if answers else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()
 
@@ -131,6 +160,29 @@ def compared(file: Path, llama: str, prompt: int, new: int, rounds: int) -> dict
     return found
 
 
+def answered(file: Path, llama: str, new: int, rounds: int) -> dict[str, Any]:
+    """Tokens per second of each engine over nine requests, and those of the default over llama.cpp's better way."""
+    from never_slower import CODE, PROMPTS
+    from truedraft.loading import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(str(file))
+    texts = [*PROMPTS.values(), f"Add a docstring to every method, and print the whole file:\n{CODE}"]
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in asked]
+    rates: dict[str, list[float]] = {engine: [] for engine in ANSWERING}
+    for engine in ANSWERING:  # one after the other: together they would not leave each other the memory
+        worker = Worker(llama if engine.startswith("llama.cpp") else sys.executable, engine, file, answers=True)
+        worker.measured(prompts[0], 8)
+        for _ in range(rounds):
+            found = [worker.measured(prompt, new) for prompt in prompts]
+            rates[engine].append(sum(one["tokens"] for one in found) / sum(one["seconds"] for one in found))
+        worker.close()
+    speeds = {engine: round(median(of), 2) for engine, of in rates.items()}
+    best = max(speeds["llama.cpp"], speeds[LOOKUP])
+    kept = {"file": file.name, "requests": len(prompts), "new_tokens": new, "rounds": rounds}
+    return kept | {"answers": speeds, "default_over_llama.cpp": round(speeds["default"] / best, 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
@@ -138,16 +190,20 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens that are read")
     parser.add_argument("--new", type=int, default=48, help="tokens that are written")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--answers", type=int, default=0, help="answers of at most so many tokens instead")
     parser.add_argument("--machine", default="", help="a description of this machine, for --json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, str(args.files[0]))
+        work(args.work, str(args.files[0]), bool(args.answers))
         return
     results = []
     for file in args.files:
-        results.append(compared(file, args.llama, args.prompt, args.new, args.rounds))
+        if args.answers:
+            results.append(answered(file, args.llama, args.answers, args.rounds))
+        else:
+            results.append(compared(file, args.llama, args.prompt, args.new, args.rounds))
         print(json.dumps(results[-1], indent=1), flush=True)
     if args.json is not None:
         report = {"machine": args.machine, "threads": THREADS, "llama_cpp_python": "0.3.36", "results": results}
