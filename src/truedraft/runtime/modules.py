@@ -13,9 +13,15 @@ ATTENTION, FEED_FORWARD = re.compile("attn|attention"), re.compile("mlp|feed_?fo
 
 
 def head_of(attention: Any) -> int:
-    """Head size of an attention module."""
-    sizes = (getattr(attention, name, None) for name in ("head_dim", "head_size", "key_value_proj_dim"))
-    return next(size for size in sizes if size)
+    """Head size of an attention module.
+
+    Raises:
+        AttributeError: it has none, as a class whose modules were changed.
+    """
+    for name in ("head_dim", "head_size", "key_value_proj_dim"):
+        if size := getattr(attention, name, None):
+            return int(size)
+    raise AttributeError(f"{type(attention).__name__} has no head_dim")
 
 
 def head_norms(attention: Any) -> tuple[Any, Any]:
