@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy, repetition penalty 1.2": {"do_sample": False, "repetition_penalty": 1.2},
     "sampled, temperature 0.8, top-p 0.9": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
 }
-BATCHES = (1, 2, 4, 8)
+BATCHES = (1, 2, 4)
 
 
 def prompts_of(path: Path) -> list[str]:
@@ -63,7 +63,7 @@ class Audit:
     def _accelerated(self, drafter: str) -> truedraft.Accelerated | None:
         """None where the model is refused, which is counted."""
         try:
-            return truedraft.accelerate(self.model, self.tokenizer, draft=drafter, control="fixed")
+            return truedraft.accelerate(self.model, self.tokenizer, draft=drafter)
         except truedraft.Refused as refused:
             self.found[f"refused: {drafter}"] += 1
             print(drafter, refused, flush=True)
