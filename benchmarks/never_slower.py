@@ -134,7 +134,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--kinds", nargs="+", default=list(PROMPTS))
     parser.add_argument("--states", nargs="+", choices=["fresh", "stored", "warm"], default=["fresh", "stored", "warm"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--name", help="of the model, for --json")
+    parser.add_argument("--json", type=Path, help="the run of the same model and drafter is replaced")
     args = parser.parse_args()
     model, tokenizer = load(args.model, **({} if args.dtype == "auto" else {"dtype": args.dtype}))
     inputs = {
@@ -145,7 +146,8 @@ def main() -> None:
         for kind in args.kinds
     }  # fmt: skip
     random.seed(0)
-    found: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name, "draft": args.draft, "rows": []}
+    found: dict[str, Any] = {"machine": machine(), "model": args.name or Path(args.model).name, "draft": args.draft}
+    found |= {"dtype": str(model.dtype).removeprefix("torch."), "rows": []}
     with tempfile.TemporaryDirectory() as args.stored:
         os.environ["XDG_CACHE_HOME"] = args.stored
         sides = Sides(model, tokenizer, args.draft)
@@ -156,9 +158,11 @@ def main() -> None:
             found["rows"] += calls(sides, state, inputs, args)
             for cell, ratios in summary([row for row in found["rows"] if row["state"] == state]).items():
                 print(f"{cell:20}", {name: round(value, 3) for name, value in ratios.items()}, flush=True)
-    found["cells"] = summary(found["rows"])
     if args.json:
-        write_whole(args.json, json.dumps(found, indent=1))
+        before = json.loads(args.json.read_text("utf-8"))["runs"] if args.json.exists() else []
+        cells = {"cells": summary(found.pop("rows")), "rounds": args.rounds, "tokens": args.tokens}
+        kept = [run for run in before if (run["model"], run["draft"]) != (found["model"], found["draft"])]
+        write_whole(args.json, json.dumps({"runs": [*kept, found | cells]}, indent=1))
 
 
 if __name__ == "__main__":

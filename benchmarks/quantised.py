@@ -151,7 +151,7 @@ def compared(file: Path, llama: str, prompt: int, new: int, rounds: int) -> dict
     turns = [{name: worker.measured(ids, new) for name, worker in workers.items()} for _ in range(rounds)]
     for worker in workers.values():
         worker.close()
-    found: dict[str, Any] = {"file": file.name, "prompt_tokens": len(ids), "new_tokens": new, "rounds": rounds}
+    found: dict[str, Any] = {"prompt_tokens": len(ids), "new_tokens": new, "rounds": rounds}
     for what in ("plain", "prompt"):
         found[what] = {name: round(median(turn[name][what] for turn in turns), 2) for name in engines}
         found[f"{what}_ratio"] = {
@@ -179,7 +179,7 @@ def answered(file: Path, llama: str, new: int, rounds: int) -> dict[str, Any]:
         worker.close()
     speeds = {engine: round(median(of), 2) for engine, of in rates.items()}
     best = max(speeds["llama.cpp"], speeds[LOOKUP])
-    kept = {"file": file.name, "requests": len(prompts), "new_tokens": new, "rounds": rounds}
+    kept = {"requests": len(prompts), "new_tokens": new, "rounds": rounds}
     return kept | {"answers": speeds, "default_over_llama.cpp": round(speeds["default"] / best, 3)}
 
 
@@ -192,20 +192,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answers", type=int, default=0, help="answers of at most so many tokens instead")
     parser.add_argument("--machine", default="", help="a description of this machine, for --json")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--names", nargs="+", help="of the models of the files, for --json")
+    parser.add_argument("--json", type=Path, help="rows of the same models are replaced")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(args.work, str(args.files[0]), bool(args.answers))
         return
-    results = []
-    for file in args.files:
+    results: list[dict[str, Any]] = []
+    for file, name in zip(args.files, args.names or [file.name for file in args.files], strict=True):
         if args.answers:
-            results.append(answered(file, args.llama, args.answers, args.rounds))
+            found = answered(file, args.llama, args.answers, args.rounds)
         else:
-            results.append(compared(file, args.llama, args.prompt, args.new, args.rounds))
+            found = compared(file, args.llama, args.prompt, args.new, args.rounds)
+        results.append({"model": name} | found)
         print(json.dumps(results[-1], indent=1), flush=True)
     if args.json is not None:
+        before = json.loads(args.json.read_text("utf-8"))["results"] if args.json.exists() else []
+        new = {(row["model"], "answers" in row) for row in results}
+        results = [row for row in before if (row["model"], "answers" in row) not in new] + results
         report = {"machine": args.machine, "threads": THREADS, "llama_cpp_python": "0.3.36", "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

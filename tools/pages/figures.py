@@ -471,6 +471,64 @@ def real(model: str) -> list[str]:
     return _table([f"{rows[0]['model']}, {rows[0]['dtype']}", *sides, f"{sides[-1]} over {sides[0]}"], table)
 
 
+def quantised() -> list[str]:
+    """Files of GGUF by llama.cpp and without drafts here: plain decoding and prompts."""
+    rows = [row for row in _results("quantised") if "answers" not in row]
+    engines = ("llama.cpp", "float32", "bfloat16")
+    table = [
+        [
+            row["model"], *(f"{row['plain'][engine]:.1f}" for engine in engines),
+            *(f"{row['prompt'][engine]:.0f}" for engine in engines),
+            f"{row['plain_ratio']['bfloat16']:.2f}, {row['prompt_ratio']['bfloat16']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = [f"{what}, {engine}" for what in ("plain", "prompts") for engine in engines]
+    return _table(["file", *head, "bfloat16 over llama.cpp"], table)
+
+
+def answers() -> list[str]:
+    """Answers to nine requests by llama.cpp and here, prompts counted."""
+    rows = [row for row in _results("quantised") if "answers" in row]
+    table = [
+        [
+            row["model"],
+            *(f"{speed:.1f}" for speed in row["answers"].values()),
+            f"**{row['default_over_llama.cpp']:.2f}**",
+        ]
+        for row in rows
+    ]
+    return _table(["file", *rows[0]["answers"], "default over llama.cpp's better way"], table)
+
+
+def never_slower() -> list[str]:
+    """The default over no drafts by kind of request, in first and later calls."""
+    runs = _results("never_slower", "runs")
+    states = ("fresh", "stored", "warm")
+    table = []
+    for run in runs:
+        kinds = list(dict.fromkeys(cell.partition(" ")[2] for cell in run["cells"]))
+        for kind in kinds:
+            cells = [run["cells"][f"{state} {kind}"] for state in states]
+            of_control = sum(cell["control"] for cell in cells) / len(cells)
+            table.append(
+                [
+                    f"{run['model']}, {run['dtype']}", kind, *(f"{cell['drafts']:.2f}" for cell in cells),
+                    f"{cells[-1]['tokens_per_pass']:.2f}", f"{of_control:.2f}",
+                ]
+            )  # fmt: skip
+    head = [
+        "model",
+        "request",
+        "first call",
+        "first, times stored",
+        "later",
+        "tokens per pass, later",
+        "none over none",
+    ]
+    return _table(head, table)
+
+
 def whole_calls() -> list[str]:
     """Calls of `generate` on the embedded model, compared with those of `transformers`."""
     return _table(
