@@ -50,6 +50,8 @@ from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.targets.generates import decide_as_generate
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.pooling import UTILIZATION
@@ -86,9 +88,15 @@ class Accelerated(StandIn):
         self.control: Control = part(control, "control", Control)
         check_ties(ties, self.target, self.rule)
         self.ties = ties
+        self._decide_ties()
         fitted(self.drafter, self.target, tokenizer)
         self._engines: WeakSet[ContinuousEngine] = WeakSet()
         self._complete()
+
+    def _decide_ties(self) -> None:
+        """Let a new target decide as `model.generate` where that was requested and it can."""
+        if self.ties == "recheck" and isinstance(self.target, DecoderTarget):
+            decide_as_generate(self.target)
 
     def _call(self) -> AbstractContextManager[None]:
         """Exclusive use during a call: calls of other threads wait, also of models that share a part with this one."""
@@ -206,6 +214,7 @@ class Accelerated(StandIn):
             check_arguments(self.target, inputs, kwargs)
             if self.target.changed:
                 self.target = hosted(self.model, *self._hosting)
+                self._decide_ties()
             kwargs = for_decode_loop(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
