@@ -50,7 +50,6 @@ from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
-from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.generates import decide_as_generate
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
@@ -95,7 +94,7 @@ class Accelerated(StandIn):
 
     def _decide_ties(self) -> None:
         """Let a new target decide as `model.generate` where that was requested and it can."""
-        if self.ties == "recheck" and isinstance(self.target, DecoderTarget):
+        if self.ties == "recheck":
             decide_as_generate(self.target)
 
     def _call(self) -> AbstractContextManager[None]:
@@ -400,9 +399,10 @@ def accelerate(
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
             model. The output is then exactly that of the quantised model, as is that of `model.generate`.
-        ties: "recheck" recomputes choices between tokens whose scores differ by less than the rounding of this dtype,
-            as `model.generate` computes them, by the model's own forward one token at a time: near its text in bf16,
-            at about its cost. "keep" keeps the choices of the pass.
+        ties: "recheck" chooses tokens by the logits of `model.generate`, so that the text in bf16 is its own: by passes
+            with its bits, where the model has them on this machine, which is measured; else near-ties are computed
+            again by the model's own forward, one token at a time, at about its cost. "keep" keeps the choices of the
+            pass.
         view: "lossy/NAME" generates under a view (`truedraft methods` lists them): an approximation of the model, and
             another text. Prompts are read by the whole model, and all that follows is as under the view alone; the
             report and its guarantee are labelled. `truedraft bench --lossy` measures the quality beside the speed.

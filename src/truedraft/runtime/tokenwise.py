@@ -140,9 +140,8 @@ class TokenwisePass(ForwardPass):
     ) -> Tensor:
         """Attention of (rows, heads, n, size) queries to the keys that each sees, by a call of torch's for each."""
         shape = query.shape
-        if (
-            attn_mask is not None and attn_mask.shape[2] < shape[2]
-        ):  # heads that share keys, packed as if queries of one
+        if attn_mask is not None and attn_mask.shape[2] < shape[2]:
+            # of a single node; heads that share keys were packed as if they were queries of one head
             query = query.reshape(shape[0], -1, attn_mask.shape[2], shape[3])
         heads, grouped = self._heads[query.shape[1], query.shape[3]]
         repeated = key.shape[1] // heads

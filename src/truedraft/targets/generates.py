@@ -7,13 +7,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from truedraft.runtime.tokenwise import TokenwisePass
+from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import DraftTree, Prompt
 
 PROMPT, CHAIN, PATH = 4, 5, 3  # tokens of the text that is compared: its prompt, a chain after it, a path of a tree
 
 
-def decide_as_generate(target: DecoderTarget) -> bool:
+def decide_as_generate(target: Target) -> bool:
     """Let a target score drafts with the bits of `model.generate`; whether it does from now on.
 
     It does where it is a decoder in bf16 on the CPU, with full attention, whose weights are in panels, and where a
@@ -21,8 +22,10 @@ def decide_as_generate(target: DecoderTarget) -> bool:
     text is that of `model.generate`, with no bound on rounding errors: no token is chosen by other logits. Else nothing
     is changed. It costs about a dozen forwards.
     """
+    if type(target) is not DecoderTarget or target.dtype != torch.bfloat16:
+        return False
     copied, full = target._copied, set(target.layer_types) == {"full_attention"}
-    if type(target) is not DecoderTarget or copied is None or not full or target.dtype != torch.bfloat16:
+    if copied is None or not full:
         return False
     before = target.runner, target.long, target.noise
     try:
