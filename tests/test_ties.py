@@ -24,6 +24,12 @@ from truedraft.bench.compare import compare
 from truedraft.bench.sides import transformers_side, truedraft_side
 from truedraft.bench.workloads import Item, Workload
 from truedraft.cli import main
+from truedraft.runtime import native, tokenwise
+from truedraft.runtime.linears import Product
+from truedraft.runtime.panels import panels
+from truedraft.runtime.processors import processor
+from truedraft.runtime.tokenwise import TokenwisePass
+from truedraft.runtime.weights import linear_weight
 from truedraft.tree import Accepted, Row, Scores
 
 TOKENS = 24
@@ -179,6 +185,96 @@ def test_recheck_gives_the_sample_of_generate(draft: str | None) -> None:
         torch.manual_seed(seed)
         assert generated(fast, prompt, do_sample=True, temperature=0.7) == expected
         assert torch.equal(torch.rand(1), after), "torch's stream is in another state"
+
+
+EXACT = "llama", "qwen2", "qwen3", "smollm3", "seed_oss", "olmo2", "granite", "stablelm"
+
+
+def exact(model: PreTrainedModel, draft: Any = "auto") -> Any:
+    """The model accelerated with passes that have the bits of `model.generate`; skips where this machine has none."""
+    fast = truedraft.accelerate(model, draft=draft, control="fixed", ties="recheck")
+    if "avx512_bf16" not in processor():
+        pytest.skip("torch's products of bf16 are known for processors with AVX512-BF16")
+    assert fast.target.decides_as_generate
+    return fast
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_passes_have_the_bits_of_generate(name: str) -> None:
+    """Every logit of a text of many drafts, ragged in their sizes, is that of `model.generate`."""
+    model = tiny(name, torch.bfloat16, 1.5)
+    kept = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=60, do_sample=False, pad_token_id=0)
+    for draft in (Noise(), "auto"):
+        fast = exact(model, draft)
+        for prompt in PROMPTS[:2]:
+            expected = model.generate(torch.tensor([prompt]), **kept)  # type: ignore[operator]
+            out = fast.generate(torch.tensor([prompt]), **kept)
+            assert torch.equal(out.sequences, expected.sequences)
+            assert torch.equal(torch.stack(out.logits), torch.stack(expected.logits).float())
+        assert "to the bit" in fast.report().reference
+
+
+@pytest.mark.parametrize("name", ["bloom", "mistral", "mixtral", "gpt2", "llama"])
+def test_models_whose_bits_are_not_known_are_read_token_by_token(name: str) -> None:
+    """Biases in attention, sliding windows, stacked experts, other matrices than linear layers; and fp32."""
+    model = tiny(name, torch.float32 if name == "llama" else torch.bfloat16, 1.5)
+    fast = truedraft.accelerate(model, ties="recheck")
+    assert not fast.target.decides_as_generate and fast.target.noise > 0
+    assert generated(fast, PROMPTS[0], do_sample=False) == generated(model, PROMPTS[0], do_sample=False)
+
+
+@pytest.mark.parametrize("fault", ["attention", "products"])
+def test_other_bits_are_noticed_before_they_are_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Rounding of one attention result in a hundred, or an order of columns that is not torch's."""
+    model: Any = copy.deepcopy(tiny("llama", torch.bfloat16, 1.5))
+    exact(model)
+    if fault == "attention":
+
+        def rounded(self: Any, query: Tensor, *args: Any, **given: Any) -> Tensor:
+            result = right(self, query, *args, **given)
+            result.view(-1)[::100] *= 1 + 2**-7
+            return result
+
+        right = TokenwisePass._attention
+        monkeypatch.setattr(TokenwisePass, "_attention", rounded)
+    else:
+        monkeypatch.setattr(tokenwise, "_torch_like", lambda layer, panels: Skewed(panels))
+    assert not truedraft.accelerate(model, ties="recheck").target.decides_as_generate
+
+
+class Skewed:
+    """A product with one result in a thousand off by a bit."""
+
+    def __init__(self, panels: Any):
+        self.right = Product(native.library(), panels, torch.bfloat16)
+
+    def takes(self, x: Tensor) -> bool:
+        return self.right.takes(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.right(x)
+        y.view(-1)[::1000] *= 1 + 2**-7
+        return y
+
+
+def test_columns_are_added_up_as_torch_does_for_one_token() -> None:
+    """Of a layer with more columns than torch adds up first; for any number of tokens."""
+    exact(tiny("llama", torch.bfloat16, 1.5))
+    for inner, bias in ((1536, True), (1104, False)):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(inner, 160, bias=bias, dtype=torch.bfloat16)
+        product = tokenwise._torch_like(layer, panels(linear_weight(layer, torch.bfloat16)))
+        x = torch.randn(40, inner, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert product is not None
+            assert torch.equal(product(x), torch.cat([layer(token[None]) for token in x]))
+
+
+def test_layers_without_a_known_order_are_computed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = copy.deepcopy(tiny("qwen2", torch.bfloat16, 1.5))
+    monkeypatch.setattr(tokenwise, "_torch_like", lambda layer, panels: None)
+    fast = exact(model)
+    assert generated(fast, PROMPTS[0], do_sample=False) == generated(model, PROMPTS[0], do_sample=False)
 
 
 def test_returned_scores_are_the_rechecked_ones() -> None:

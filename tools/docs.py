@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
     "ties": lambda document: figures.ties(),
+    "ties-real": lambda document: figures.ties_real(),
     "equivalence": lambda document: figures.equivalence(),
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),

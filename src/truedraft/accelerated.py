@@ -50,6 +50,7 @@ from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
 from truedraft.stores.memory import Memory
+from truedraft.targets.generates import decide_as_generate
 from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.pooling import UTILIZATION
@@ -86,9 +87,15 @@ class Accelerated(StandIn):
         self.control: Control = part(control, "control", Control)
         check_ties(ties, self.target, self.rule)
         self.ties = ties
+        self._decide_ties()
         fitted(self.drafter, self.target, tokenizer)
         self._engines: WeakSet[ContinuousEngine] = WeakSet()
         self._complete()
+
+    def _decide_ties(self) -> None:
+        """Let a new target decide as `model.generate` where that was requested and it can."""
+        if self.ties == "recheck":
+            decide_as_generate(self.target)
 
     def _call(self) -> AbstractContextManager[None]:
         """Exclusive use during a call: calls of other threads wait, also of models that share a part with this one."""
@@ -206,6 +213,7 @@ class Accelerated(StandIn):
             check_arguments(self.target, inputs, kwargs)
             if self.target.changed:
                 self.target = hosted(self.model, *self._hosting)
+                self._decide_ties()
             kwargs = for_decode_loop(self.target.encoded(inputs, kwargs), self.model, self.tokenizer)
             generate: Any = self.model.generate
             try:
@@ -391,9 +399,10 @@ def accelerate(
             different widths); with the compiled pass it cannot.
         quantize: "int8" or "int4" quantises the weights of the model itself, by torchao: fewer bytes to read, another
             model. The output is then exactly that of the quantised model, as is that of `model.generate`.
-        ties: "recheck" recomputes choices between tokens whose scores differ by less than the rounding of this dtype,
-            as `model.generate` computes them, by the model's own forward one token at a time: near its text in bf16,
-            at about its cost. "keep" keeps the choices of the pass.
+        ties: "recheck" chooses tokens by the logits of `model.generate`, so that the text in bf16 is its own: by passes
+            with its bits, where the model has them on this machine, which is measured; else near-ties are computed
+            again by the model's own forward, one token at a time, at about its cost. "keep" keeps the choices of the
+            pass.
         view: "lossy/NAME" generates under a view (`truedraft methods` lists them): an approximation of the model, and
             another text. Prompts are read by the whole model, and all that follows is as under the view alone; the
             report and its guarantee are labelled. `truedraft bench --lossy` measures the quality beside the speed.

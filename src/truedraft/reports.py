@@ -63,6 +63,8 @@ def _reference(target: Target, rule: Rule, dtype: str) -> str:
     if guarantee_of(target, rule) == "none":
         return "none"
     of = {"tokens": "plain decoding", "distribution": "the law of plain sampling"}[rule.guarantee]
+    if target.decides_as_generate:
+        return f"{of} by model.generate, to the bit"
     ties = f"up to ties of {dtype}"
     if target.batch_invariant:
         return f"{of} through the same pass, to the bit; model.generate {ties}"

@@ -32,12 +32,13 @@ def check_ties(ties: str, target: Target, rule: Rule | None) -> None:
 
 
 def reference_of(ties: str, target: Target, rows: int, capacity: int, laws: Laws) -> Callable[[Row], Tensor] | None:
-    """A function that recomputes the (V,) logits of a row's next token, for near-ties; None for `ties="keep"`.
+    """A function that recomputes the (V,) logits of a row's next token, for near-ties; None for `ties="keep"`, and
+    where the target's passes have the bits of `model.generate` as they are.
 
     Raises:
         Refused: a processor may count its calls; or there is no memory for a second cache.
     """
-    if ties == "keep":
+    if ties == "keep" or target.decides_as_generate:
         return None
     if laws.unknown_processors:
         raise Refused(

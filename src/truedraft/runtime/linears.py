@@ -71,11 +71,17 @@ def compilable(weight: Weight, dtype: torch.dtype) -> bool:
 
 
 class Product:
-    """The compiled product of a weight with vectors of a dtype, with its bias added."""
+    """The compiled product of a weight with vectors of a dtype, with its bias added.
 
-    def __init__(self, library: Any, weight: Weight, dtype: torch.dtype):
+    columns: a power of two of columns that are added up first, and then the sums of these, for plain weights in panels;
+        0 to add all columns up in order.
+    """
+
+    def __init__(self, library: Any, weight: Weight, dtype: torch.dtype, columns: int = 0):
         self._run, self.dtype = library.truedraft_linear, dtype
         self._kept, given = fields(weight, padded)
+        if columns:
+            given |= {"groups": -(-weight.shape[1] // columns), "shift": columns.bit_length() - 1}
         self._op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
 
     def takes(self, x: Tensor) -> bool:

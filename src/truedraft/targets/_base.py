@@ -110,6 +110,10 @@ class Target(Protocol):
         """Whether the logits of a node have the same bits whatever else is in its pass."""
 
     @property
+    def decides_as_generate(self) -> bool:
+        """Whether the logits of a node have the bits that `model.generate` has there for the row alone."""
+
+    @property
     def padded(self) -> bool:
         """Whether every row of a pass costs as many nodes as its widest tree has."""
 

@@ -29,6 +29,7 @@ from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
 from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
+from truedraft.runtime.tokenwise import TokenwisePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
 from truedraft.targets.extending import ExtendingPasses
@@ -162,6 +163,10 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     @property
     def batch_invariant(self) -> bool:
         return self.runner.batch_invariant
+
+    @property
+    def decides_as_generate(self) -> bool:
+        return isinstance(self.runner, TokenwisePass)
 
     @property
     def padded(self) -> bool:

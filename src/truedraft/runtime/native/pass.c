@@ -551,7 +551,8 @@ typedef struct {
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
-  int64_t groups;                       /* LINEAR, GATED: of columns that share a scale */
+  int64_t groups;                       /* LINEAR, GATED: of columns that share a scale; of plain weights, of 2^shift
+                                           columns that are added up first */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL;
                                            SCAN: logarithms of rates (head, in); UNIT: of channels (in,);
                                            ATTEND: keys and values in fewer bits, in panels of `form`, `apart` places of
@@ -814,6 +815,9 @@ IN int in_bf16(const Op *op) {
          (op->narrow || op->form == BFLOAT || op->form == PANEL_BFLOAT);
 }
 
+/* Whether a product of plain weights in panels is the sum of those of groups of columns. */
+IN int in_parts(const Op *op) { return op->groups && !op->scales; }
+
 /* Rows of the weights in a task. */
 IN int64_t block_of(const Op *op) { return op->form < PANELS ? BLOCK : BROAD; }
 
@@ -828,7 +832,10 @@ AVX2 IN void product(const Op *op, const void *weight, const void *scales, const
   const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half,
                          chosen ? worker->chosen : NULL, worker->count, next ? w + next * row : NULL};
   const Factors part = part_of(&whole, first, 0);
-  const Linear multiply = in_fixed_point(op) ? by_bytes[op->form] : in_bf16(op) ? by_units[op->form] : linears[op->form];
+  const Linear multiply = in_fixed_point(op)      ? by_bytes[op->form]
+                          : !in_bf16(op)          ? linears[op->form]
+                          : in_parts(op)          ? panels_bf16_units
+                                                  : by_units[op->form];
   multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
@@ -1824,6 +1831,9 @@ static int groups_fit(const Op *op) {
   if (op->form == PANEL_BLOCKS)
     return by_bytes[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
+  if (in_parts(op) && (op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT))
+    return op->kind == LINEAR && !op->heads && !op->half && !op->offsets && within(op->shift, 4, 30) &&
+           op->groups == (op->in + (1 << op->shift) - 1) >> op->shift;
   if (op->form != PANEL_INT8 && op->form != PANEL_INT4)
     return !op->half && (op->form == GROUPED || (!op->groups && !op->offsets));
   const int64_t least = op->offsets ? L : columns_of[op->form];
