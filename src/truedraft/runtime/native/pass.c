@@ -501,6 +501,8 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #include "madd.inc"
 #else
 #include "neon_bf16.inc"
+#include "twice.inc"
+#include "sdot.inc"
 #endif
 
 /* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
@@ -513,7 +515,8 @@ static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = 
                                  [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 static Linear by_integers[FORMS]; /* with x in fixed point, see integers.inc; or NULL */
 static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it */
-static int by_pairs; /* numbers of x lie there in two bytes each, not in one */
+static int by_pairs;   /* numbers of x lie there in two bytes each, not in one */
+static int for_plain; /* that takes plain integers in fp32 too, for which 24 bits cost more than floats elsewhere */
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
 static void (*softmax)(float *, int64_t, float, float, const float *) = softmax8;
@@ -805,10 +808,10 @@ IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 IN int64_t apart_in_bf16(int64_t width) { return (width + 31) / 32 / 2 * 64 + 32; }
 
 /* Whether a product takes its nodes in fixed point: that of integers in panels, in groups of whole blocks, where nodes do not
- * choose columns. 24 bits in pairs cost two products, so that floats are as fast where that spares no memory. */
+ * choose columns. */
 IN int in_fixed_point(const Op *op) {
   return op->form == PANEL_BLOCKS ||
-         (by_integers[op->form] && (op->narrow || !by_pairs) && op->in / op->groups % 16 == 0 &&
+         (by_integers[op->form] && (op->narrow || for_plain) && op->in / op->groups % 16 == 0 &&
           !(op->kind == LINEAR && op->heads));
 }
 
@@ -2246,6 +2249,7 @@ int64_t truedraft_layout(void) {
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
+  for_plain = 0;
 #ifdef __x86_64__
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
@@ -2260,11 +2264,15 @@ int truedraft_choose(int wanted) {
     USE_FOR_BF16(tiles);
     return 7;
   }
-  if (wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) USE_INTEGERS(bytes);
+  if (wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+    USE_INTEGERS(bytes);
+    for_plain = 1;
+  }
 #else
   const int wide = 0;
-  units = wanted >= 6 && multiplies_bf16();
+  units = wanted >= 6 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
   USE(avx2, 8);
+  if (has(FIRST_WORD, 20, "hw.optional.arm.FEAT_DotProd")) USE_INTEGERS(bytes);
   if (units) USE_FOR_BF16(units);
 #endif
   return units ? 6 : wide ? 5 : 2;
