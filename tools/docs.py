@@ -32,6 +32,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "needs": lambda document: methods.by_needs(),
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
+    "activations": lambda document: figures.activations(),
     "ties": lambda document: figures.ties(),
     "equivalence": lambda document: figures.equivalence(),
     "heads": lambda document: figures.heads(),
