@@ -2,9 +2,9 @@
 
 The library is cross-compiled, and every call of it in the tests is carried out by QEMU: the memory that a call refers
 to is sent there, and what changed of it comes back. Without bf16's instruction, and where no function of the C library
-is called, each result of a pass or product is also compared with that of the library of this x86-64 machine with AVX2: it is to be
-the same bit for bit. Needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross
-and qemu-user).
+is called, each result of a pass or product is also compared with that of the library of this x86-64 machine with AVX2:
+it is to be the same bit for bit. Needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu,
+libc6-dev-arm64-cross and qemu-user).
 """
 
 from __future__ import annotations
@@ -252,7 +252,8 @@ def main() -> int:
         assert emulated.truedraft_layout() == host.truedraft_layout()
         failed = pytest.main(others or [str(ROOT / test) for test in TESTS], [Frozen()])
         emulated.close()
-    print(f"\n{emulated.compared} passes and {emulated.products} products had the same bits as with AVX2 on this machine")
+    compared = f"{emulated.compared} passes and {emulated.products} products"
+    print(f"\n{compared} had the same bits as with AVX2 on this machine")
     return int(failed)
 
 
