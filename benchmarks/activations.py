@@ -1,6 +1,6 @@
 """How far products move when activations are rounded: fixed point by blocks, bf16, and llama.cpp's eight bits.
 
-    python benchmarks/activations.py MODEL.gguf [--tokens 256] [--json FILE]
+    python benchmarks/activations.py NAME=MODEL.gguf ... [--tokens 256] [--json FILE]
 
 The activations are those of the model itself over a text, at the entry of each of its quantised linear layers. Each is
 rounded in each way, and multiplied by the matrix that the file stands for, in fp64, so that nothing but the rounding
@@ -69,15 +69,10 @@ def errors_of(x: Tensor, matrix: Tensor) -> dict[str, tuple[float, float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+def measured(file: str, tokens: int) -> dict[str, dict[str, float]]:
+    """The errors of a model, by kind of layer and way."""
     model: Any
-    model, tokenizer = truedraft.load(args.model, dtype="float32")
+    model, tokenizer = truedraft.load(file, dtype="float32")
     totals: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
 
     def noted(name: str, layer: nn.Linear) -> Callable[..., None]:
@@ -95,20 +90,35 @@ def main() -> None:
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "weight", None), PackedTensor) and any(part in name for part in looked):
             layer.register_forward_hook(noted(name, layer))
-    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, : args.tokens]
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
     with torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
-    found = {kind: {way: (e / p) ** 0.5 for way, (e, p) in ways.items()} for kind, ways in totals.items()}
-    table = Table(title=f"{Path(args.model).name}: error over the product, root mean squares")
+    return {kind: {way: (e / p) ** 0.5 for way, (e, p) in ways.items()} for kind, ways in totals.items()}
+
+
+def shown(name: str, found: dict[str, dict[str, float]]) -> None:
+    table = Table(title=f"{name}: error over the product, root mean squares")
     table.add_column("activations")
     for kind in found:
         table.add_column(kind, justify="right")
     for way in WAYS:
         table.add_row(way, *(f"{ways[way]:.1e}" if way in ways else "" for ways in found.values()))
     Console(width=150).print(table)
-    if args.json is not None:
-        report = {"model": Path(args.model).name, "tokens": int(ids.shape[1]), "errors": found}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="NAME=MODEL.gguf")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results = []
+    for name, _, file in (model.partition("=") for model in args.models):
+        results.append({"model": name, "tokens": args.tokens, "errors": measured(file, args.tokens)})
+        shown(name, results[-1]["errors"])
+        if args.json is not None:
+            args.json.write_text(json.dumps({"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def test_a_product_of_blocks_is_that_of_torch_with_the_same_bits_at_any_width(
     instructions: None, kind: str, out: int, width: int, narrow: bool
 ) -> None:
     if not native.takes_blocks():
-        pytest.skip("these instructions do not multiply bytes")
+        pytest.skip("these instructions do not multiply integers")
     torch.manual_seed(0)
     blocks = in_blocks(FORMS[kind], out, width)
     weight = packed(blocks)
@@ -191,10 +191,10 @@ def test_a_product_of_blocks_is_that_of_torch_with_the_same_bits_at_any_width(
 
 
 @pytest.mark.parametrize("kind", ["panel_int8 in groups", "panel_int4 with offsets", *FORMS])
-def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(kind: str) -> None:
+def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(instructions: None, kind: str) -> None:
     """Nodes as they are: a few numbers a thousand times as large as the others, zeros, and the ends of fp32's range."""
     if not native.takes_blocks():
-        pytest.skip("this processor does not multiply bytes")
+        pytest.skip("these instructions do not multiply integers")
     torch.manual_seed(0)
     weight = packed(in_blocks(FORMS[kind], 40, 512)) if kind in FORMS else WEIGHTS[kind](40, 512)
     matrix, columns = dequantised(weight).double(), 16 if kind == "Q6_K" else 32
@@ -214,8 +214,35 @@ def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(kind: s
         assert (error <= step / 2 * (most @ matrix.abs().T) + rounding).all()
     for bad in (torch.inf, -torch.inf, torch.nan):
         x[7, 300] = bad
-        y = product(weight, x)
-        assert y[7].isnan().all() and torch.equal(y[:7], product(weight, x[:7].clone())) and y[8].isfinite().all()
+        given = x.bfloat16().float()
+        y = product(weight, given, narrow=True)
+        assert y[7].isnan().all() and y[8].isfinite().all()
+        assert torch.equal(y[:7], product(weight, given[:7].clone(), narrow=True))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [*(kind for kind in WEIGHTS if "panel_int" in kind), *FORMS])
+@pytest.mark.parametrize("width", [48, 96, 512])
+def test_integers_have_the_same_bits_by_every_instruction_set(kind: str, width: int, narrow: bool) -> None:
+    """Where plain integers are multiplied as floats, which is so for AVX2 in fp32, products have other bits."""
+    if (kind in FORMS and width % 256) or (kind not in FORMS and not narrow):
+        pytest.skip("there are no such blocks" if kind in FORMS else "these are floats with AVX2")
+    torch.manual_seed(0)
+    weight = packed(in_blocks(FORMS[kind], 53, width)) if kind in FORMS else WEIGHTS[kind](53, width)
+    x = torch.randn(9, width).bfloat16().float() if narrow else torch.randn(9, width)
+    x[1, ::7] *= 1e5
+    x[2] = torch.where(torch.rand(width) < 0.5, -1.0, 1.0) * (2.0 - 2.0**-7)
+    x[3] = 0
+    library: Any = native.library()
+    found = []
+    try:
+        for level in (SETS["AVX2"], SETS["AVX-512 with bf16"]):
+            if library.truedraft_choose(level) == level and native.takes_blocks():
+                found.append(product(weight, x, narrow))
+    finally:
+        library.truedraft_choose(max(SETS.values()))
+    assert all(torch.equal(found[0], y) for y in found[1:])
 
 
 @pytest.mark.parametrize("runtime", ["auto", "in-place"])

@@ -275,10 +275,10 @@ def test_command_reads_them(case: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_file_of_gguf_gets_the_dtype_that_decodes_fastest(
     blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names none: bfloat16 where integers are multiplied as bytes, else float32; commands say which."""
+    """It names none: bfloat16 where products are those of integers, else float32; commands say which."""
     path, _ = write("Q6_K", tmp_path)
     if blocks and not native.takes_blocks():
-        pytest.skip("this processor multiplies no bytes")
+        pytest.skip("this processor has no products of integers")
     monkeypatch.setattr(native, "takes_blocks", lambda: blocks)
     chosen = torch.bfloat16 if blocks else torch.float32
     assert truedraft.load(str(path))[0].dtype == chosen

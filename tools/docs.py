@@ -32,6 +32,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "needs": lambda document: methods.by_needs(),
     "methods": lambda document: methods.sections(),
     "prompts": lambda document: figures.prompts(),
+    "activations": lambda document: figures.activations(),
     "ties": lambda document: figures.ties(),
     "ties-real": lambda document: figures.ties_real(),
     "equivalence": lambda document: figures.equivalence(),

@@ -31,7 +31,8 @@ TESTS = (
     "quantize",
     "knobs",
 )
-TESTS += ("caches", "files", "nest", "compose", "native_checks", "changes", "threads", "prompts")
+TESTS += ("caches", "files", "nest", "compose", "native_checks", "changes", "threads", "prompts", "ranks", "tree")
+TESTS += ("packed", "quantised_checkpoints")
 
 
 def sanitized(extension: Any) -> None:

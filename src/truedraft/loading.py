@@ -54,8 +54,8 @@ def load(
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
         dtype: "auto", "float32", "bfloat16" or "float16", or one of torch; of the activations of quantised
             checkpoints. By default that of the checkpoint, where a quantised one's float16 is float32. A file of GGUF
-            names none: it gets the one that decodes fastest on this processor (`model.dtype`), bfloat16 where integers
-            are multiplied as bytes (docs/runtime.md), else float32.
+            names none: it gets the one that decodes fastest on this processor (`model.dtype`), bfloat16 where products
+            are those of integers (docs/runtime.md), else float32.
         quantize: "int8" or "int4".
         argument: the argument's name in messages.
         reads_sources: the command that needs an encoder-decoder, for messages; None where both kinds are accepted.

@@ -52,6 +52,21 @@ def prompts() -> list[str]:
     )  # fmt: skip
 
 
+def activations() -> list[str]:
+    """Errors of products by how activations are rounded, over all layers and in those with the largest error."""
+    found = _results("activations")
+    rows = []
+    for way in dict.fromkeys(way for one in found for way in one["errors"]["all"]):
+        rows.append([way])
+        for one in found:
+            kinds = {kind: ways[way] for kind, ways in one["errors"].items() if way in ways}
+            everywhere = len(kinds) == len(one["errors"])  # else some layers are too narrow for it
+            worst = max(kinds, key=lambda kind: kinds[kind])
+            rows[-1] += [f"{kinds['all']:.1e}", f"{kinds[worst]:.1e} (`{worst}`)"] if everywhere else ["", ""]
+    head = [part for one in found for part in (one["model"], "its worst layers")]
+    return _table(["activations", *head], [row for row in rows if row[0] != "fp32" and any(row[1:])])
+
+
 def ties() -> list[str]:
     """How many texts in bf16 differ from `model.generate`, with near-ties kept or scored again, and what that costs."""
     return _table(

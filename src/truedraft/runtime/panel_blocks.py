@@ -1,7 +1,7 @@
 """Panels that have their scales within them: blocks of GGUF in the order in which the compiled pass reads them.
 
 A product of one token takes as long as its weights take from memory, so that they are kept in as few bytes as in the
-file, in one stream. Processors without dot products of bytes read plain integers instead, see `Blocks.integers`.
+file, in one stream. Processors without products for them read plain integers instead, see `Blocks.integers`.
 """
 
 from __future__ import annotations

@@ -477,8 +477,32 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #undef TARGET
 #undef OPERAND
 #include "vnni.inc"
+#undef LOAD_BYTES
+#undef EVERY_BYTE
+#undef SPREAD_FOUR
+#undef BOTH
+#undef OTHER_SIGNS
+#undef WHERE_ALSO
+#undef ADD_INTEGERS
+#undef TO_FLOATS
+#undef AS_STEPS
+#undef OF_EIGHT_BITS
+#undef TO_LEFT
+#undef TO_RIGHT
+#undef BY_ROW
+#undef FROM_TABLE
+#undef DOT_OF_INTEGERS
+#undef SET
+#undef TARGET
+#undef EACH
+#undef TOPS
+#undef STEPS_TOGETHER
+#include "twice.inc"
+#include "madd.inc"
 #else
 #include "neon_bf16.inc"
+#include "twice.inc"
+#include "sdot.inc"
 #endif
 
 /* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
@@ -489,8 +513,10 @@ static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2, linear_int8
                                 panels_float_avx2, panels_bf16_avx2, panels_int8_avx2, panels_int4_avx2};
 static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
                                  [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
-static Linear by_bytes[FORMS]; /* where the processor multiplies bytes: with x in fixed point, see integers.inc */
+static Linear by_integers[FORMS]; /* with x in fixed point, see integers.inc; or NULL */
 static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it */
+static int by_pairs;   /* numbers of x lie there in two bytes each, not in one */
+static int for_plain; /* that takes plain integers in fp32 too, for which 24 bits cost more than floats elsewhere */
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
 static void (*softmax)(float *, int64_t, float, float, const float *) = softmax8;
@@ -786,7 +812,8 @@ IN int64_t apart_in_bf16(int64_t width) { return (width + 31) / 32 / 2 * 64 + 32
  * choose columns. */
 IN int in_fixed_point(const Op *op) {
   return op->form == PANEL_BLOCKS ||
-         (by_bytes[op->form] && op->in / op->groups % 16 == 0 && !(op->kind == LINEAR && op->heads));
+         (by_integers[op->form] && (op->narrow || for_plain) && op->in / op->groups % 16 == 0 &&
+          !(op->kind == LINEAR && op->heads));
 }
 
 IN Fixed fixed_of(const Op *op) {
@@ -797,7 +824,9 @@ IN Fixed fixed_of(const Op *op) {
   return (Fixed){digits, columns_of_blocks(form), form.offset ? 0 : form.bits == TABLE ? 128 : 1 << (form.bits - 1), 0};
 }
 
-IN int64_t bytes_of_block(Fixed fixed) { return fixed.digits * fixed.columns + (int64_t)sizeof(Behind); }
+IN int64_t bytes_of_block(Fixed fixed) {
+  return (by_pairs ? 2 * fixed.digits - 2 : fixed.digits) * fixed.columns + (int64_t)sizeof(Behind);
+}
 
 /* Bytes of a row of weights. */
 IN int64_t bytes_of_weights(const Op *op) {
@@ -832,10 +861,10 @@ AVX2 IN void product(const Op *op, const void *weight, const void *scales, const
   const Factors whole = {scales, offsets, worker->sums, op->groups, op->shift, op->half,
                          chosen ? worker->chosen : NULL, worker->count, next ? w + next * row : NULL};
   const Factors part = part_of(&whole, first, 0);
-  const Linear multiply = in_fixed_point(op)      ? by_bytes[op->form]
-                          : !in_bf16(op)          ? linears[op->form]
-                          : in_parts(op)          ? panels_bf16_units
-                                                  : by_units[op->form];
+  const Linear multiply = in_fixed_point(op) ? by_integers[op->form]
+                          : !in_bf16(op)     ? linears[op->form]
+                          : in_parts(op)     ? panels_bf16_units
+                                             : by_units[op->form];
   multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
     for (int64_t m = 0; m < nodes; m++)
@@ -1829,7 +1858,7 @@ static int fits(const Pass *pass, int32_t buffer, int64_t width, int64_t rows) {
 /* Whether columns of weights come in groups that their form allows. */
 static int groups_fit(const Op *op) {
   if (op->form == PANEL_BLOCKS)
-    return by_bytes[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
+    return by_integers[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
   if (in_parts(op) && (op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT))
     return op->kind == LINEAR && !op->heads && !op->half && !op->offsets && within(op->shift, 4, 30) &&
@@ -2203,7 +2232,7 @@ int64_t truedraft_multiply(int form, int64_t steps, int threads) {
 }
 
 /* Whether the processor multiplies panels that have their scales within them. */
-int truedraft_takes_blocks(void) { return by_bytes[PANEL_BLOCKS] != NULL; }
+int truedraft_takes_blocks(void) { return by_integers[PANEL_BLOCKS] != NULL; }
 
 /* The layout of the structures in memory, to detect a stale build. */
 int64_t truedraft_layout(void) {
@@ -2221,38 +2250,39 @@ int64_t truedraft_layout(void) {
   (by_units[PANEL_BFLOAT] = panels_bf16_##set, by_units[PANEL_INT8] = panels_int8_##set,                                 \
    by_units[PANEL_INT4] = panels_int4_##set, multiply_of[1] = multiply_##set)
 
-#ifdef __x86_64__
-static void use_bytes(int used) {
-  by_bytes[PANEL_INT8] = used ? panels_int8_bytes : NULL;
-  by_bytes[PANEL_INT4] = used ? panels_int4_bytes : NULL;
-  by_bytes[PANEL_BLOCKS] = used ? panels_blocks_bytes : NULL;
-  fix = to_blocks;
-}
-#endif
+#define USE_INTEGERS(set)                                                                                                 \
+  (by_integers[PANEL_INT8] = panels_int8_##set, by_integers[PANEL_INT4] = panels_int4_##set,                             \
+   by_integers[PANEL_BLOCKS] = panels_blocks_##set, fix = to_blocks_##set)
 
-/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512; 6 also those for bf16
-   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512, without products of
+   integers; 6 also those for bf16 and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
+  memset(by_integers, 0, sizeof by_integers);
+  for_plain = 0;
 #ifdef __x86_64__
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
+  by_pairs = !wide;
   if (wide) USE(avx512, 16);
-  else USE(avx2, 8);
+  else USE(avx2, 8), USE_INTEGERS(pairs);
   if (units) USE_FOR_BF16(units);
   if (units && wanted >= 7 && has_tiles()) {
     USE_FOR_BF16(tiles);
-    use_bytes(0);
     return 7;
   }
-  use_bytes(wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"));
+  if (wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+    USE_INTEGERS(bytes);
+    for_plain = 1;
+  }
 #else
   const int wide = 0;
-  units = wanted >= 6 && multiplies_bf16();
+  units = wanted >= 6 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
   USE(avx2, 8);
+  if (has(FIRST_WORD, 20, "hw.optional.arm.FEAT_DotProd")) USE_INTEGERS(bytes);
   if (units) USE_FOR_BF16(units);
 #endif
   return units ? 6 : wide ? 5 : 2;
