@@ -20,6 +20,7 @@ from truedraft.control._draft_costs import DraftCosts
 from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
+from truedraft.control._trials import FAVOUR
 from truedraft.control.cost import Cost
 from truedraft.drafters._trees import path_probabilities
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
@@ -175,6 +176,26 @@ def test_nothing_is_decided_while_nothing_may_be_drafted() -> None:
     assert 2 <= requested <= 4 and 100 <= decided <= 130
     control.start([other := row_of(drafter)])
     assert control.budget([row, other]) == [0, 0] and len(control._batch) == 1, "another row ends the pause"
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(0.1, 0, 60), (0.001, 200, 300)], ids=["noted", "free"])
+def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least: int, most: int) -> None:
+    """Drafts that are empty for 300 passes: where each costs a tenth of a pass few are made, and every further one is
+    made once the text repeats; those that cost nothing beside a pass are made in nearly every pass."""
+    control, row = opened(DRAFTER, FLAT), row_of()
+    control.start([row])
+    made = [0, 0]
+    for turn in range(400):
+        repeats = turn >= 300
+        (size,) = control.budget([row])
+        made[repeats] += size > 0
+        spend(control, draft=cost * (size > 0))
+        tree = DraftTree.chain(row.tokens[-1], [2] * size if repeats else [], [0.95] * size if repeats else None)
+        (kept,) = control.prune([row], [tree])
+        spend(control, target=1.0)
+        row.tokens += [2] * len(kept)
+        control.observe([row], [], [])
+    assert least <= made[0] <= most and made[1] >= 70
 
 
 def test_what_steps_cost_without_drafts_is_known_soon() -> None:
@@ -670,7 +691,7 @@ def test_sizes_of_all_drafters_are_those_of_the_best_pass(
     for i, drafter in enumerate(drafters):  # what one saves: as many tokens, by passes without its drafts
         without = goodput([0 if i == j else size for j, size in enumerate(chosen)])
         if (saved := goodput(chosen) * curve(nodes) / without - curve(nodes)) > 1e-9:
-            before = 0.9 * 0.5 * curve(1) + 0.1 * saved
+            before = 0.9 * FAVOUR * curve(1) + 0.1 * saved
             assert control._drafters[id(drafter)].trials.saving == pytest.approx(max(before, saved / 2))
 
 

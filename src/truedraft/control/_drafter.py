@@ -24,6 +24,9 @@ REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: o
 RESTED = 16  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
+VAIN = 4  # drafts in a row of which nothing is verified, for each pass that is then left out between two
+LONGEST = 4  # passes left out at most
+NOTED = 0.02  # of a plain pass: drafts that cost less are made in every pass
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
@@ -51,6 +54,7 @@ class DrafterState:
         self._formed = False
         self._planned, self._planned_for, self._age = (0, False), (0, 0), 0  # the last plan, its rows, passes since
         self._short = 0  # drafts since the last one in full
+        self._vain, self._pause = 0, 0  # drafts in a row of which nothing was verified, passes to leave out
 
     @property
     def drafter(self) -> Drafter | None:
@@ -82,6 +86,7 @@ class DrafterState:
         """Rows were admitted: the next draft reads their prompts, and takes longer than those after it."""
         self._admitted = True
         self._planned_for = 0, 0
+        self._vain = self._pause = 0
 
     def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
         """Account for the latest pass.
@@ -112,7 +117,8 @@ class DrafterState:
         size, pays = self._planned
         if self._short >= IN_FULL and self.dear(passes):
             size = self.width
-        permitted = self.trials.permits(pays, plain)
+        permitted = self.trials.permits(pays, plain) and not self._pause
+        self._pause = max(self._pause - 1, 0)
         self.requested = passes.measured and permitted and not checks
         if not self.requested:
             return 0
@@ -125,7 +131,8 @@ class DrafterState:
             return RESTED
         if self.requested or not (passes.measured and passes.known):
             return 0
-        rest = min(self.trials.pause(passes.plain), RESTED)
+        rest = min(max(self.trials.pause(passes.plain), self._pause), RESTED)
+        self._pause = 0
         self._age = REPLANNED if rest else self._age
         return rest
 
@@ -157,6 +164,13 @@ class DrafterState:
         """Update the expected saving by its drafts: this one is expected to save so many seconds of passes."""
         drafting = self.drafting_seconds
         self.trials.expect(saved - drafting, drafting, passes.plain)
+
+    def chosen(self, size: int, passes: PassCosts) -> None:
+        """Take account of how much of its drafts is verified: where nothing was for some time, a few passes are left
+        out before the next draft, unless a draft costs hardly anything beside a pass."""
+        self._vain = 0 if size else self._vain + 1
+        noted = self.costs.seconds > NOTED * passes.plain
+        self._pause = min(self._vain // VAIN, LONGEST) if noted else 0
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
@@ -290,6 +304,7 @@ class Drafts:
                 k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))
             )
             self.exploring = size > 0
+        self.state.chosen(size, passes)
         each = self._of_rows(size)
         self.state.reach = max(each) + max(each) // 2 + ROOM
         self._promised = self._expected[size]

@@ -154,6 +154,7 @@ class Cost(Control):
         for drafts in drafted:
             if drafts.empty:
                 drafts.state.expect(0.0, self._costs)
+                drafts.state.chosen(0, self._costs)
         sizable = [drafts for drafts in drafted if len(drafts.gains) > 1]
         if len(sizable) < len(drafted):
             whole = [drafts for drafts in drafted if drafts not in sizable]
