@@ -195,7 +195,7 @@ def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least
         spend(control, target=1.0)
         row.tokens += [2] * len(kept)
         control.observe([row], [], [])
-    assert least <= made[0] <= most and made[1] >= 70
+    assert least <= made[0] <= most and made[1] >= 50
 
 
 def test_what_steps_cost_without_drafts_is_known_soon() -> None:

@@ -24,8 +24,8 @@ REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: o
 RESTED = 16  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
-VAIN = 4  # drafts in a row of which nothing is verified, for each pass that is then left out between two
-LONGEST = 4  # passes left out at most
+VAIN = 3  # drafts in a row of which nothing is verified, for each pass that is then left out between two
+LONGEST = 6  # passes left out at most
 NOTED = 0.02  # of a plain pass: drafts that cost less are made in every pass
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 

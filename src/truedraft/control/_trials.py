@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FAVOUR = 0.1  # assumed saving of a new drafter, in plain passes
+FAVOUR = 0.5  # assumed saving of a new drafter, in plain passes
 DEAR = 0.5  # of a plain pass: a draft that costs more has to pay on average, not now and then
 RESERVE = 1.0  # most plain passes that trials may accumulate
 CREDIT = 8.0  # plain passes that drafts expected to pay may lose before they saved any

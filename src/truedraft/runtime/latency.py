@@ -25,7 +25,7 @@ from truedraft.tree import DraftTree, Prompt, Scores
 
 OPENING = 2.0  # assumed cost of a measurement besides its passes, in plain passes
 SHARE = 0.01  # of a call's plain passes, for measuring
-ROUNDS = 8  # most rounds over all widths
+ROUNDS = 4  # most rounds over all widths
 SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # least rounds, however long they take
 DOUBTED = 2.0  # times the typical cost, to which the estimate from fewer than ENOUGH passes is limited
