@@ -37,7 +37,7 @@ ANSWERING = {"llama.cpp": None, LOOKUP: 10, "no drafts": None, "default": "auto"
 
 def spoken_by_truedraft(file: str, dtype: str, draft: str | None = None, whole: bool = True) -> Any:
     """A function of a prompt and a number of tokens, which yields a count of new tokens after every pass. whole: texts
-    go on behind their ends."""
+    do not stop at an end of text."""
     import torch
 
     import truedraft
@@ -87,14 +87,11 @@ def spoken_by_llama(file: str, lookup: int | None = None, whole: bool = True) ->
 def work(engine: str, file: str, answers: bool) -> None:
     """Answer requests, a line each: tokens per second of the prompt, and after the first token; or, of answers, their
     tokens and seconds."""
-    if engine in ANSWERING and answers:
-        llama = engine.startswith("llama.cpp")
-        drafting: Any = ANSWERING[engine]
-        generate = (
-            spoken_by_llama(file, drafting, False) if llama else spoken_by_truedraft(file, "auto", drafting, False)
-        )
+    drafting: Any = ANSWERING[engine] if answers else None
+    if engine.startswith("llama.cpp"):
+        generate = spoken_by_llama(file, drafting, not answers)
     else:
-        generate = spoken_by_llama(file) if engine == "llama.cpp" else spoken_by_truedraft(file, engine)
+        generate = spoken_by_truedraft(file, "auto" if answers else engine, drafting, not answers)
     print(json.dumps({"ready": engine}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

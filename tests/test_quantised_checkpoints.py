@@ -21,6 +21,7 @@ from truedraft import Refused
 from truedraft.cli import main
 from truedraft.errors import Note
 from truedraft.loading import load_tokenizer
+from truedraft.planning.models import sized
 from truedraft.runtime import checkpoints, native
 from truedraft.runtime.checkpoints._blocks import BLOCKS
 from truedraft.serve.config import ServeConfig
@@ -283,6 +284,7 @@ def test_a_file_of_gguf_gets_the_dtype_that_decodes_fastest(
     chosen = torch.bfloat16 if blocks else torch.float32
     assert truedraft.load(str(path))[0].dtype == chosen
     assert truedraft.load(str(path), "float32")[0].dtype == torch.float32
+    assert sized(str(path), "auto").dtype == chosen, "`truedraft plan` counts with it"
     assert main(["generate", str(path), "one day", "--max-new-tokens", "4"]) == 0
     note = f"activations in {str(chosen).removeprefix('torch.')}, which decodes fastest here"
     assert note in capsys.readouterr().err

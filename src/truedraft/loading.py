@@ -47,8 +47,7 @@ def load(
     any on the device that its name ends with, as in NAME@cpu or NAME@cuda:1. The weights of any can be quantised, to
     "int8" or "int4". Quantised checkpoints stay as they are on a CPU: folders of GPTQ, AWQ or compressed-tensors, and
     files of GGUF. A folder that has only an adapter of PEFT is loaded with the model that it names, into which the
-    adapter is merged.
-    "smollm2" is read from the package that has it, see `packaged.py`.
+    adapter is merged. "smollm2" is read from the package that has it, see `packaged.py`.
 
     Args:
         name: of an embedded model, a folder, a .gguf file, or a model on the hub.
@@ -288,7 +287,7 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
     with torch.device("meta"):
         empty = kinds.auto_class(config).from_config(config)
     if dtype == "auto":
-        dtype = _activations(config, source)
+        dtype = precision_of(source, config)
     tensors = checkpoint.tensors(empty, getattr(torch, dtype))
     loaded = _with_weights(type(empty), None, model, config=config, state_dict=tensors, dtype=getattr(torch, dtype))
     if plain := checkpoint.finished(loaded):
@@ -299,21 +298,21 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
     return loaded
 
 
-def chooses_dtype(name: str, argument: str = "MODEL") -> bool:
-    """Whether a model names no dtype, so that the one is taken that decodes fastest: a file of GGUF."""
-    source = source_of(name, argument)
+def names_no_dtype(source: Path | str) -> bool:
+    """Whether the dtype of a model's activations is chosen here, by what decodes fastest: that of a file of GGUF which
+    no package has."""
     return isinstance(source, Path) and checkpoints.is_gguf(source) and source not in packaged.files()
 
 
-def _activations(config: Any, source: Path | str) -> str:
-    """The dtype of a quantised checkpoint's activations, by default."""
+def precision_of(source: Path | str, config: Any) -> str:
+    """The dtype of a quantised checkpoint's activations, where the caller names none: that of its configuration, or
+    float32 for float16; of a file of GGUF bfloat16 where products are those of integers, else float32."""
     import torch
 
     from truedraft.runtime import native
 
-    if isinstance(source, Path) and checkpoints.is_gguf(source) and native.takes_blocks():
-        return "bfloat16"
-    return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
+    fast = names_no_dtype(source) and native.takes_blocks()
+    return "bfloat16" if fast or config.dtype == torch.bfloat16 else "float32"
 
 
 def _with_weights(kind: Any, source: Path | str | None, model: str, **options: Any) -> PreTrainedModel:

@@ -45,7 +45,7 @@ def load(
     if stretched is None:
         loaded = loading.load(name, dtype, quantize, argument, reads_sources)
         check_kind(_kind(loaded[0]), name, argument, runs)
-        if dtype == "auto" and loading.chooses_dtype(name, argument):
+        if dtype == "auto" and loading.names_no_dtype(loading.source_of(name, argument)):
             chosen = str(loaded[0].dtype).removeprefix("torch.")
             warnings.warn(f"{argument} {name!r}: activations in {chosen}, which decodes fastest here", Note, 2)
         return loaded

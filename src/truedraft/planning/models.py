@@ -334,6 +334,8 @@ def _stored_dtype(name: str, source: Path | str, config: Any) -> torch.dtype:
     """The dtype of "auto": that of the configuration, or of the first weights of the checkpoint."""
     if name in assets.names():
         return torch.float32
+    if isinstance(source, Path) and checkpoints.is_gguf(source):
+        return DTYPES[loading.precision_of(source, config)]
     if isinstance(found := getattr(config, "dtype", None), torch.dtype):
         return found
     files = sorted(source.glob("*.safetensors")) if isinstance(source, Path) and source.is_dir() else []
