@@ -178,17 +178,23 @@ def test_nothing_is_decided_while_nothing_may_be_drafted() -> None:
     assert control.budget([row, other]) == [0, 0] and len(control._batch) == 1, "another row ends the pause"
 
 
-@pytest.mark.parametrize(("cost", "least", "most"), [(0.1, 0, 60), (0.001, 200, 300)], ids=["noted", "free"])
-def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least: int, most: int) -> None:
-    """Drafts that are empty for 300 passes: where each costs a tenth of a pass few are made, and every further one is
-    made once the text repeats; those that cost nothing beside a pass are made in nearly every pass."""
+@pytest.mark.parametrize(
+    ("cost", "least", "most", "early"),
+    [(0.1, 0, 60, range(21)), (0.03, 0, 60, range(21)), (0.001, 200, 300, range(28, 41))],
+    ids=["dear", "noted", "free"],
+)
+def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least: int, most: int, early: range) -> None:
+    """Drafts that are empty for 300 passes: where each costs three hundredths of a pass or more, few are made, in the
+    first 40 passes too, in which trials alone would allow all of them; and every further one is made once the text
+    repeats. Those that cost nothing next to a pass are made in nearly every pass."""
     control, row = opened(DRAFTER, FLAT), row_of()
     control.start([row])
-    made = [0, 0]
+    made, first = [0, 0], 0
     for turn in range(400):
         repeats = turn >= 300
         (size,) = control.budget([row])
         made[repeats] += size > 0
+        first += size > 0 and turn < 40
         spend(control, draft=cost * (size > 0))
         tree = DraftTree.chain(row.tokens[-1], [2] * size if repeats else [], [0.95] * size if repeats else None)
         (kept,) = control.prune([row], [tree])
@@ -196,6 +202,7 @@ def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least
         row.tokens += [2] * len(kept)
         control.observe([row], [], [])
     assert least <= made[0] <= most and made[1] >= 50
+    assert first in early
 
 
 def test_what_steps_cost_without_drafts_is_known_soon() -> None:
