@@ -1,19 +1,23 @@
 """A long audit on real checkpoints: every drafted token against the model's own forward, and against plain decoding.
 
-    python benchmarks/audited.py MODEL --prompts FILE [--tokens 100000] [--dtype float32] [--json FILE]
+    python benchmarks/audited.py MODEL --prompts FILE ... [--tokens 100000] [--dtype float32] [--json FILE]
 
-FILE has a JSON object per line, with `turns` (as Spec-Bench has them) or `prompt`; requests are in the model's chat
-template. Batches of rows of different lengths are generated, each by another drafter, in turns greedily, greedily with
-a repetition penalty, and sampled. A text is checked in two ways:
+The files have a JSON object per line, with `turns` (as Spec-Bench has them), `prompt` or `content`; requests are in the
+model's chat template. Batches of rows of different lengths are generated, each by a drafter, in a way and of a size
+that are drawn anew: every drafter that needs nothing but the model, and those of `--also`. A text is checked twice:
 
-- greedy, without a penalty: one forward of `transformers` over prompt and text, which knows nothing of drafts or of
-  compiled passes. A token that is not its likeliest is a near-tie where both scores are closer than twice the noise
-  (the largest difference between the logits of that forward and those of the passes of the engine on a sample, as the
-  engine measures it when it hosts a model), and unexplained otherwise.
-- every way, a row of each batch: the text of the same request without drafts and alone. The compiled pass has the same
-  bits at every width, so that any difference is unexplained; where a model runs by another pass, it is counted.
+- Against one forward of `transformers` over prompt and text, which knows nothing of drafts or of compiled passes:
+  greedy tokens have to be the likeliest, with the logits processors of `transformers` where there are any, and
+  sampled ones those that `torch.multinomial` draws after the same `torch.manual_seed`. Another token is a near-tie where
+  the scores differ by no more than rounding can move them, by twice the noise (the largest difference between the
+  logits of that forward and those of the engine's passes, as measured when a model is hosted), and else unexplained.
+- Against the same call without drafts. The compiled pass has the same bits at every width, so that any difference is
+  unexplained.
 
-A run ends at a number of tokens, and writes what it found after every batch.
+In float32, where the first is the sharper one, every batch is compared with a forward and every fourth with plain
+decoding; in other precisions it is the other way round.
+
+A run ends at a number of tokens, writes what it found after every batch, and goes on where the file of results ends.
 """
 
 from __future__ import annotations
@@ -28,79 +32,97 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import truedraft
+from truedraft import registry
 from truedraft.cli._models import machine
 from truedraft.files import write_whole
 from truedraft.loading import load
 from truedraft.text.templates import request_text
 
-DRAFTERS = ("auto", "prompt-lookup", "suffix", "token-recycling", "int8-self", "skip-layers", "swift", "sam", "auto")
+PENALTY, TEMPERATURE, TOP_P = 1.2, 0.8, 0.9
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
-    "greedy, repetition penalty 1.2": {"do_sample": False, "repetition_penalty": 1.2},
-    "sampled, temperature 0.8, top-p 0.9": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
+    "greedy, repetition penalty": {"do_sample": False, "repetition_penalty": PENALTY},
+    "sampled": {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0},
+    "sampled, temperature, top-p": {"do_sample": True, "top_k": 0, "top_p": TOP_P, "temperature": TEMPERATURE},
 }
-BATCHES = (1, 2, 4)
+BATCHES = (1, 2, 4, 8, 16, 24)
+WEIGHTS = (4, 2, 2, 1)  # by which ways are drawn: a nucleus costs a sort of the vocabulary for each token
+SELDOM = 4  # of so many batches one is checked in the less sharp way
+
+
+def processors(way: str, top_p: float = TOP_P) -> LogitsProcessorList:
+    """What `model.generate` does to logits."""
+    made: list[LogitsProcessor] = []
+    if way == "greedy, repetition penalty":
+        made.append(RepetitionPenaltyLogitsProcessor(PENALTY))
+    if way == "sampled, temperature, top-p":
+        made += [TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(top_p)]
+    return LogitsProcessorList(made)
 
 
 def prompts_of(path: Path) -> list[str]:
     """The requests of a file, first turns alone."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+    return [line["turns"][0] if "turns" in line else line.get("prompt") or line["content"] for line in lines]
 
 
 class Audit:
     """A model, and what was found of it."""
 
-    def __init__(self, name: str, dtype: str, new: int):
-        self.model, self.tokenizer = load(name, dtype)
+    def __init__(self, name: str, dtype: str, quantize: str | None, drafters: Sequence[str], new: int):
+        self.model, self.tokenizer = load(name, dtype, quantize)
         self.new, self.found, self.examples = new, Counter[str](), list[dict[str, Any]]()
-        self.fast = {drafter: self._accelerated(drafter) for drafter in dict.fromkeys(DRAFTERS)}
         self.plain = truedraft.accelerate(self.model, self.tokenizer, draft=None)
-        self.noise = self.plain.target.noise
+        self.noise, self.largest = self.plain.target.noise, 0.0  # the largest gap of a near-tie
+        self._fast: dict[str, truedraft.Accelerated] = {}
+        self._drafters = list(drafters)  # those that may be made: some need more than the model
 
-    def _accelerated(self, drafter: str) -> truedraft.Accelerated | None:
-        """None where the model is refused, which is counted."""
-        try:
-            return truedraft.accelerate(self.model, self.tokenizer, draft=drafter)
-        except truedraft.Refused as refused:
-            self.found[f"refused: {drafter}"] += 1
-            print(drafter, refused, flush=True)
-            return None
-
-    def encoded(self, texts: Sequence[str]) -> Any:
-        asked = [request_text(self.tokenizer, text) for text in texts]
-        return self.tokenizer(asked, return_tensors="pt", padding=True, return_token_type_ids=False)
+    def drafter(self, rng: random.Random) -> str:
+        """One drawn of those that this model can have."""
+        while True:
+            name = rng.choice(self._drafters)
+            try:
+                if name not in self._fast:
+                    self._fast[name] = truedraft.accelerate(self.model, self.tokenizer, draft=name)
+                return name
+            except truedraft.Refused:
+                self._drafters.remove(name)
 
     def batch(self, texts: Sequence[str], drafter: str, way: str, seed: int) -> int:
         """Generate and check a batch; returns the number of its tokens."""
-        if (fast := self.fast[drafter]) is None:
-            return 0
-        given = dict(max_new_tokens=self.new, pad_token_id=self.tokenizer.pad_token_id, **WAYS[way])
-        if WAYS[way]["do_sample"]:
-            given["seed"] = [seed + i for i in range(len(texts))]
-        inputs, emitted = self.encoded(texts), 0
-        whole, alone = fast.generate(**inputs, **given), seed % len(texts)
-        for i, mask in enumerate(inputs["attention_mask"].bool()):
-            prompt = inputs["input_ids"][i][mask]
-            text = self._ended(whole[i, len(mask) :].tolist())
-            emitted += len(text)
-            self.found[f"tokens: {way}"] += len(text)
-            self.found[f"tokens of {drafter}"] += len(text)
-            if way == "greedy":
-                self._against_forward(prompt, text, drafter, i)
-            if i == alone:
-                own = given | ({"seed": seed + i} if "seed" in given else {})
-                self._against_plain(prompt, text, own, {"drafter": drafter, "way": way, "prompt": texts[i]})
+        asked = [request_text(self.tokenizer, text) for text in texts]
+        inputs = self.tokenizer(asked, return_tensors="pt", padding=True, return_token_type_ids=False)
+        width = inputs["input_ids"].shape[1]
+        whole = self._generated(self._fast[drafter], inputs, way, seed)
+        prompts = [ids[mask] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)]
+        answers = [self._ended(row[width:].tolist()) for row in whole]
+        emitted = sum(map(len, answers))
+        for kind in (way, drafter, f"batches of {len(texts)}"):
+            self.found[f"tokens: {kind}"] += emitted
+        about = {"drafter": drafter, "way": way, "seed": seed, "prompts": [text[:80] for text in texts]}
+        single = self.model.dtype == torch.float32
+        if single or seed % SELDOM == 0:
+            self._against_forward(prompts, answers, way, seed, about)
+        if not single or seed % SELDOM == 0:
+            self.found["tokens compared with plain decoding"] += emitted
+            if not torch.equal(whole, self._generated(self.plain, inputs, way, seed)):
+                self.found["batches other than plain decoding"] += 1
+                self.examples.append(about)
         return emitted
 
-    def _against_plain(self, prompt: torch.Tensor, text: list[int], given: dict[str, Any], about: Any) -> None:
-        plain = self.plain.generate(input_ids=prompt[None], attention_mask=torch.ones(1, len(prompt)), **given)
-        self.found["tokens compared with plain decoding"] += len(text)
-        if self._ended(plain[0, len(prompt) :].tolist()) != text:
-            self.found["texts other than plain decoding"] += 1
-            self.examples.append(about)
+    def _generated(self, fast: truedraft.Accelerated, inputs: Any, way: str, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return fast.generate(**inputs, **WAYS[way], max_new_tokens=self.new, pad_token_id=self.tokenizer.pad_token_id)
 
     def _ended(self, text: list[int]) -> list[int]:
         """A text up to its end, without padding."""
@@ -109,44 +131,82 @@ class Audit:
         return next((text[: i + 1] for i, token in enumerate(text) if token in ends), text)
 
     @torch.no_grad()
-    def _against_forward(self, prompt: torch.Tensor, text: list[int], drafter: str, row: int) -> None:
-        ids = torch.cat([prompt, torch.tensor(text)])[None]
-        logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
-        gaps = logits.max(-1).values - logits.gather(1, torch.tensor(text)[:, None])[:, 0]
-        self.found["tokens compared with the forward"] += len(text)
-        for place, gap in enumerate(gaps.tolist()):
-            if gap > 0:
-                kind = "near-ties" if gap <= 2 * self.noise else "unexplained"
-                self.found[f"{kind} against the forward"] += 1
-                if kind == "unexplained":
-                    self.examples.append({"drafter": drafter, "row": row, "place": place, "gap": gap})
+    def _against_forward(
+        self, prompts: Sequence[Tensor], answers: Sequence[list[int]], way: str, seed: int, about: dict[str, Any]
+    ) -> None:
+        """Compare answers with what `model.generate` would choose after each of their tokens, by one forward each."""
+        ids = [torch.cat([prompt, torch.tensor(text)]) for prompt, text in zip(prompts, answers, strict=True)]
+        logits = [
+            self.model(one[None]).logits[0, len(prompt) - 1 : -1].float()
+            for one, prompt in zip(ids, prompts, strict=True)
+        ]
+        torch.manual_seed(seed)
+        for step in range(max(map(len, answers))):
+            noise = torch.empty(len(ids), logits[0].shape[1]).exponential_(1) if way.startswith("sampled") else None
+            for row, text in enumerate(answers):
+                if step < len(text):
+                    prefix = ids[row][: len(prompts[row]) + step]
+                    drawn = None if noise is None else noise[row]
+                    kind = self._checked(way, prefix, logits[row][step], drawn, text[step])
+                    self.found[f"{kind} against the forward"] += 1
+                    if kind == "unexplained":
+                        self.examples.append({**about, "row": row, "step": step, "token": text[step]})
+
+    def _checked(self, way: str, prefix: Tensor, logits: Tensor, noise: Tensor | None, token: int) -> str:
+        """How a token is related to the one that `model.generate` chooses by these logits: "equal", "near-ties" or
+        "unexplained".
+
+        noise: (V,) of `torch.multinomial`, which draws the argmax of probabilities over exponential noise.
+        """
+        bound = 2 * self.noise * (PENALTY if "penalty" in way else 1 / TEMPERATURE if "temperature" in way else 1)
+        moved = bound if "top-p" in way else 0.0  # of the mass by which the nucleus may be larger or smaller
+        kind = "unexplained"
+        for top_p in dict.fromkeys((TOP_P, min(TOP_P + moved, 1.0), max(TOP_P - moved, 0.0))):
+            keys = processors(way, top_p)(prefix[None], logits[None])[0]
+            if noise is not None:
+                keys = keys.log_softmax(-1) - noise.log()
+            gap = float(keys.max() - keys[token])
+            if gap <= 0 and top_p == TOP_P:
+                return "equal"
+            if gap <= bound:
+                kind, self.largest = "near-ties", max(self.largest, gap)
+        return kind
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize")
+    parser.add_argument("--also", nargs="*", default=[], help="drafters that need more than the model")
     parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--new", type=int, default=96, help="tokens of an answer at most")
+    parser.add_argument("--new", type=int, default=192, help="tokens of an answer at most")
     parser.add_argument("--name", help="of the model in the result")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    audit, rng = Audit(args.model, args.dtype, args.new), random.Random(args.seed)
-    texts, done, began, turn = prompts_of(args.prompts), 0, time.time(), 0
+    registered = ["auto", *registry.names("drafters"), *registry.names("views"), *args.also]
+    audit = Audit(args.model, args.dtype, args.quantize, registered, args.new)
+    texts = [text for path in args.prompts for text in prompts_of(path)]
+    result: dict[str, Any] = json.loads(args.json.read_text("utf-8")) if args.json.exists() else {}
+    audit.found.update(result.get("found", {}))
+    audit.examples += result.get("examples", [])
+    audit.largest = result.get("largest_gap", 0.0)
+    turn, done, before = result.get("batches", 0), result.get("tokens", 0), result.get("seconds", 0)
+    began = time.time()
     while done < args.tokens:
-        drafter, way = DRAFTERS[turn % len(DRAFTERS)], list(WAYS)[turn % len(WAYS)]
-        some = rng.sample(texts, BATCHES[turn % len(BATCHES)])
-        done += audit.batch(some, drafter, way, args.seed + 100 * turn)
+        rng = random.Random(turn)
+        drafter, (way,) = audit.drafter(rng), rng.choices(list(WAYS), WEIGHTS)
+        done += audit.batch(rng.sample(texts, rng.choice(BATCHES)), drafter, way, turn)
         turn += 1
+        weights = args.quantize or ("GGUF" if str(args.model).endswith(".gguf") else "of the dtype")
         result = {
-            "model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "noise": audit.noise,
-            "machine": machine(), "seconds": round(time.time() - began), "tokens": done, "batches": turn,
-            "found": dict(sorted(audit.found.items())), "examples": audit.examples[:20],
+            "model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "weights": weights,
+            "noise": audit.noise, "largest_gap": audit.largest, "machine": machine(), "seconds": round(before + time.time() - began),
+            "tokens": done, "batches": turn, "found": dict(sorted(audit.found.items())),
+            "examples": audit.examples[:20],
         }  # fmt: skip
-        if args.json:
-            write_whole(args.json, json.dumps(result, indent=1) + "\n")
+        write_whole(args.json, json.dumps(result, indent=1) + "\n")
         if turn % 10 == 0:
             print(f"{done:,} tokens, {result['seconds']} s", flush=True)
     print(json.dumps(result, indent=1))
