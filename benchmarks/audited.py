@@ -8,9 +8,9 @@ that are drawn anew: every drafter that needs nothing but the model, and those o
 
 - Against one forward of `transformers` over prompt and text, which knows nothing of drafts or of compiled passes:
   greedy tokens have to be the likeliest, with the logits processors of `transformers` where there are any, and
-  sampled ones those that `torch.multinomial` draws after the same `torch.manual_seed`. Another token is a near-tie where
-  the scores differ by no more than rounding can move them, by twice the noise (the largest difference between the
-  logits of that forward and those of the engine's passes, as measured when a model is hosted), and else unexplained.
+  sampled ones those that `torch.multinomial` draws after the same `torch.manual_seed`. Another token is a near-tie
+  where the scores differ by no more than rounding can move them, by twice the noise (the largest difference between
+  the logits of that forward and those of the engine's passes, as measured when a model is hosted), else unexplained.
 - Against the same call without drafts. The compiled pass has the same bits at every width, so that any difference is
   unexplained.
 
@@ -202,7 +202,8 @@ def main() -> None:
         weights = args.quantize or ("GGUF" if str(args.model).endswith(".gguf") else "of the dtype")
         result = {
             "model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "weights": weights,
-            "noise": audit.noise, "largest_gap": audit.largest, "machine": machine(), "seconds": round(before + time.time() - began),
+            "noise": audit.noise, "largest_gap": audit.largest, "machine": machine(),
+            "seconds": round(before + time.time() - began),
             "tokens": done, "batches": turn, "found": dict(sorted(audit.found.items())),
             "examples": audit.examples[:20],
         }  # fmt: skip
