@@ -24,6 +24,7 @@ from truedraft.control._trials import FAVOUR
 from truedraft.control.cost import Cost
 from truedraft.drafters._trees import path_probabilities
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
+from truedraft.drafters.lookup.suffix import Suffix
 from truedraft.runtime import latency
 from truedraft.runtime.curve import Curve
 from truedraft.stats import PassTimes
@@ -180,7 +181,7 @@ def test_nothing_is_decided_while_nothing_may_be_drafted() -> None:
 
 @pytest.mark.parametrize(
     ("cost", "least", "most", "early"),
-    [(0.1, 0, 60, range(21)), (0.03, 0, 60, range(21)), (0.001, 200, 300, range(28, 41))],
+    [(0.1, 0, 40, range(13)), (0.03, 0, 40, range(13)), (0.001, 200, 300, range(28, 41))],
     ids=["dear", "noted", "free"],
 )
 def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least: int, most: int, early: range) -> None:
@@ -203,6 +204,27 @@ def test_drafts_in_vain_are_made_seldom_until_one_is_verified(cost: float, least
         control.observe([row], [], [])
     assert least <= made[0] <= most and made[1] >= 50
     assert first in early
+
+
+def test_drafts_in_vain_are_made_again_where_the_text_repeats() -> None:
+    """A copying drafter whose drafts were not worth verifying drafts in the pass after four tokens have repeated, and
+    not for shorter repeats, which are common."""
+    drafter = Suffix()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    row.tokens += range(100, 160)
+    drafter.start([row])
+    control.start([row])
+    drafted = []
+    for token in [*range(200, 290), 101, 102, 103, *range(300, 308), 111, 112, 113, 114, *range(310, 316)]:
+        (size,) = control.budget([row])
+        drafted.append(size > 0)
+        spend(control, draft=0.05 * (size > 0))
+        control.prune([row], [DraftTree.chain(row.tokens[-1], (), ())])
+        spend(control, target=1.0)
+        row.tokens.append(token)
+        control.observe([row], [], [])
+    found = 90 + 3 + 8 + 4
+    assert sum(drafted[60:found]) <= 4 and drafted[found] and not any(drafted[found - 3 : found])
 
 
 def test_what_steps_cost_without_drafts_is_known_soon() -> None:

@@ -134,7 +134,7 @@ def test_measuring_is_limited_to_a_share_of_the_call(folder: Path, monkeypatch: 
     fresh = LatencyProfile(target)
     assert fresh.measure(8, None, WIDEST) is None and clock.passes == 0
     curve, widest, due = None, 0, 8
-    for steps in (64, 200, 300, 512, 2000, 8000):
+    for steps in (64, 200, 600, 1000, 4000, 16000):
         begun, due = clock.now, due + steps
         curve = fresh.measure(steps, curve, WIDEST)
         unforeseen = 64 / 4 + 0.75 - latency.TYPICAL[-1]  # of the first pass of the largest width
@@ -183,7 +183,7 @@ def test_processes_continue_the_measurements_of_earlier_ones(folder: Path, monke
     Clock(target, monkeypatch)
     for _ in range(60):
         fresh = LatencyProfile(target)
-        fresh.measure(1200, fresh.kept, WIDEST)
+        fresh.measure(2400, fresh.kept, WIDEST)
         (file,) = folder.glob("*")
         kept.append([passes for _, passes in json.loads(file.read_text())["times"].values()])
     sums = [sum(passes) for passes in kept]

@@ -24,8 +24,8 @@ REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: o
 RESTED = 16  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
-VAIN = 3  # drafts in a row of which nothing is verified, for each pass that is then left out between two
-LONGEST = 6  # passes left out at most
+VAIN = 3  # drafts in a row of which nothing is verified, until a pass is left out between two, then two, then four
+LONGEST = 16  # passes left out at most
 NOTED = 0.02  # of a plain pass: drafts that cost less are made in every pass
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 
@@ -40,6 +40,7 @@ class DrafterState:
     """One drafter's state, kept across calls as long as the drafter exists.
 
     requested: whether it drafts for the current pass.
+    alert: whether it drafts again before it has rested, where it finds something to draft (`Drafter.resumes`).
     padded: whether a pass is padded to its widest tree.
     """
 
@@ -76,7 +77,7 @@ class DrafterState:
             drafter.pass_cost = passes.per_node(1, 1)
             self.trials.begin(passes.curve(1))
         self.costs.levels = 0
-        self.requested = False
+        self.requested = self.alert = False
         self.drawn = self.probed = False  # whether its latest drafts were drawn, and had probes
         self._resumed = False  # whether it drafts again after a pause
         self._drafting, self._passed = drafting, passed
@@ -126,13 +127,13 @@ class DrafterState:
         return size
 
     def rests(self, passes: PassCosts) -> int:
-        """Passes after this one for which it does not draft, whatever they emit; it plans anew after them."""
+        """Passes after this one for which it does not draft; it plans again after them."""
         if not self.width:
             return RESTED
-        if self.requested or not (passes.measured and passes.known):
+        if not (passes.measured and passes.known):
             return 0
-        rest = min(max(self.trials.pause(passes.plain), self._pause), RESTED)
-        self._pause = 0
+        waits = 0 if self.requested else min(self.trials.pause(passes.plain), RESTED)
+        rest, self.alert, self._pause = max(waits, self._pause), not waits, 0
         self._age = REPLANNED if rest else self._age
         return rest
 
@@ -170,7 +171,7 @@ class DrafterState:
         out before the next draft, unless a draft costs hardly anything beside a pass."""
         self._vain = 0 if size else self._vain + 1
         noted = self.costs.seconds > NOTED * passes.plain
-        self._pause = min(self._vain // VAIN, LONGEST) if noted else 0
+        self._pause = min(1 << (self._vain - VAIN), LONGEST) if noted and self._vain >= VAIN else 0
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
@@ -262,7 +263,7 @@ class Drafts:
 
     def rests(self, passes: PassCosts) -> int:
         """Passes after this one for which nothing is drafted, and no earlier draft is compared with the text."""
-        return 0 if any(row.drafts for row in self.rows) else self.state.rests(passes)
+        return 0 if any([row.drafts for row in self.rows]) else self.state.rests(passes)
 
     def offer(self, trees: Sequence[DraftTree]) -> None:
         """Set the drafts proposed for its rows."""

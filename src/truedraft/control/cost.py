@@ -84,7 +84,7 @@ class Cost(Control):
             self._rows[id(row)] = state, state.acceptance.begun(row)
 
     def budget(self, rows: Sequence[Row]) -> list[int]:
-        if self._resting:
+        if self._resting and not self._resumes(rows):
             self._resting, self._same = self._resting - 1, False
             self._costs.rest()
             return [0] * len(rows)
@@ -114,8 +114,11 @@ class Cost(Control):
                 size = state.budget(drafts.rows, self._costs, len(rows), checks)
                 for place in drafts.places:
                     budget[place] = size
-        self._resting = min([drafts.rests(self._costs) for drafts in self._batch])
         return budget
+
+    def _resumes(self, rows: Sequence[Row]) -> bool:
+        """Whether a row has come to something to draft, where drafts rest because the latest ones were in vain."""
+        return any([self._rows[id(row)][0].alert and row.request.drafter.resumes(row) for row in rows])
 
     def _spent(self) -> tuple[float, float]:
         """Seconds of the last steps that count against drafts, beside those of drafting, and seconds of passes.
@@ -235,6 +238,7 @@ class Cost(Control):
         for drafts in self._batch:
             for row in drafts.rows:
                 row.observe()
+        self._resting = min([drafts.rests(self._costs) for drafts in self._batch])
         self._batch = []
 
     def _learn(self, spent: float, rows: int) -> None:

@@ -19,7 +19,7 @@ from truedraft.targets._base import Target
 from truedraft.tree import Accepted, DraftTree, Draws, PreferredDrafts, Row, Scores, Taps
 
 State = TypeVar("State")
-IDLE = 0.01  # of a pass: learning that costs more is skipped while no draft is requested,
+IDLE = 0.002  # of a pass: learning that costs more is skipped while no draft is requested,
 SPARED = 8  # except for one pass in so many
 HICCUP = 4.0  # times the usual seconds: what exceeds it is not counted
 
@@ -144,6 +144,11 @@ class Drafter(ABC):
         `row.tokens` already contains the emitted tokens.
         """
 
+    def resumes(self, row: Row) -> bool:
+        """Whether the row's text has come to a place where a draft is likelier right than the latest ones, none of
+        which was worth verifying. Called before passes for which it does not draft; it must cost next to nothing."""
+        return False
+
     def end(self, row: Row) -> None:
         """Remove a finished row. It may have been removed before, or not have been started: an interruption may occur
         during either."""
@@ -189,6 +194,11 @@ class PerRow(Continuing, Generic[State]):
     The confidence of its nodes is calibrated by how often earlier ones were right (`_calibration.py`), verified or not.
     """
 
+    _observes: ClassVar[bool]  # whether it learns from passes
+
+    def __init_subclass__(cls) -> None:
+        cls._observes = cls.learn is not PerRow.learn or cls.learn_all is not PerRow.learn_all
+
     def __post_init__(self) -> None:
         self.forget()
 
@@ -229,6 +239,14 @@ class PerRow(Continuing, Generic[State]):
         for row in rows:
             self._states[id(row)] = self.begin(row)
 
+    def resumes(self, row: Row) -> bool:
+        state = self._states.get(id(row))
+        return state is not None and self.finds(row, state)
+
+    def finds(self, row: Row, state: State) -> bool:
+        """Whether the row has come to something to draft; see `resumes`."""
+        return False
+
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         self._requested = any(budget)
         return [
@@ -254,8 +272,9 @@ class PerRow(Continuing, Generic[State]):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        self._calibration.update(rows)
-        if type(self).learn is not PerRow.learn and self._learns():
+        if self._calibration.follows:
+            self._calibration.update(rows)
+        if self._observes and self._learns():
             began = time.perf_counter()
             self.learn_all(rows, trees, scores, accepted)
             self._learning = moving_average(self._learning, time.perf_counter() - began)

@@ -90,6 +90,11 @@ class Calibration:
         settle = settled if native is None else native.settled
         return settle(confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
 
+    @property
+    def follows(self) -> bool:
+        """Whether any drafts are still compared."""
+        return bool(self._followed)
+
     def update(self, rows: Sequence[Row]) -> None:
         """Compare the drafts of rows with the tokens emitted since the last call."""
         for row in rows if self._followed else ():

@@ -128,11 +128,13 @@ class Many(Joint):
     ) -> None:
         for calibration in self._calibrations.values():
             calibration.update(rows)
-        for k, part in enumerate(self.parts):
+        for k, part in enumerate(self._parts):
+            if k not in self._called:
+                part.observe(rows, trees, scores, accepted)
+                continue
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)
-            if k in self._called:
-                self.observing[k] = usual_seconds(self.observing[k], time.perf_counter() - began)
+            self.observing[k] = usual_seconds(self.observing[k], time.perf_counter() - began)
         self._called.clear()
 
     def end(self, row: Row) -> None:
@@ -158,7 +160,10 @@ class Merge(Many):
 
     def _begin(self) -> None:
         self._credit = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part alone saved
-        self._resting = [0] * len(self.parts)  # passes for which a part is not called
+        self._passes, self._rested = (
+            0,
+            [0] * len(self.parts),
+        )  # passes so far; the pass until which a part is not called
         self._uncalled = [0] * len(self.parts)  # passes since it was called
         self._promise = [0.0] * len(self.parts)  # moving average of the seconds per pass that a part may save
         self._added = [MORE * SURE] * len(self.parts)  # decayed tokens that a part alone added,
@@ -197,8 +202,11 @@ class Merge(Many):
             self._promise[k] = STEADY * self._promise[k] + (1 - STEADY) * max(saved, 0.0)
             passes = max(row.room - row.step for row in rows) / self._tokens_per_pass
             reading = self.reading[k] or self.pass_cost.plain / READING
-            return passes * self._promise[k] > MARGIN * reading * unread and not self._resting[k]
-        return (saved > 0 or self._uncalled[k] > SKIPPED) and not self._resting[k]
+            return passes * self._promise[k] > MARGIN * reading * unread and not self._rests(k)
+        return (saved > 0 or self._uncalled[k] > SKIPPED) and not self._rests(k)
+
+    def _rests(self, k: int) -> bool:
+        return self._passes < self._rested[k]
 
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
@@ -207,7 +215,7 @@ class Merge(Many):
             self._review(self.pass_cost, rows, trees)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
-        self._resting = [max(left - 1, 0) for left in self._resting]
+        self._passes += 1
 
     def _review(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """Suspend parts whose own contribution saves less time than they cost, for some passes."""
@@ -228,7 +236,7 @@ class Merge(Many):
         for k in called:
             spent = self.seconds[k] + self.observing[k]
             if self._credit[k] < spent:
-                self._resting[k], self._credit[k] = AGAIN + k, spent / KEPT**TRIED
+                self._rested[k], self._credit[k] = self._passes + 1 + AGAIN + k, spent / KEPT**TRIED
 
 
 class Fallback(Many):

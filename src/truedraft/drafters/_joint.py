@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from truedraft.drafters._base import Drafter, PassCost
 from truedraft.errors import Refused
 from truedraft.stores.memory import Memory
-from truedraft.tree import Taps
+from truedraft.tree import Row, Taps
 
 
 class Joint(Drafter):
@@ -98,6 +98,9 @@ class Joint(Drafter):
     def name(self) -> str:
         """Its name in messages."""
         return type(self).__name__
+
+    def resumes(self, row: Row) -> bool:
+        return any([part.resumes(row) for part in self._parts])
 
     def memories(self) -> Sequence[Memory]:
         return [memory for part in self.parts for memory in part.memories()]

@@ -24,7 +24,7 @@ from truedraft.runtime.curve import TYPICAL, WIDTHS, Curve, Knot
 from truedraft.tree import DraftTree, Prompt, Scores
 
 OPENING = 2.0  # assumed cost of a measurement besides its passes, in plain passes
-SHARE = 0.01  # of a call's plain passes, for measuring
+SHARE = 0.005  # of a call's plain passes, for measuring
 ROUNDS = 4  # most rounds over all widths
 SECONDS = 1.5  # of measuring in all, after which no further round begins
 ENOUGH = 3  # least rounds, however long they take

@@ -28,6 +28,9 @@ class CopiedChains(PerRow[RowText]):
     def begin(self, row: Row) -> RowText:
         return row_text(row, self.pass_cost)
 
+    def finds(self, row: Row, state: RowText) -> bool:
+        return state.grows(row)
+
 
 class SuffixLookup(CopiedChains):
     """Copies from a single match."""
@@ -63,6 +66,10 @@ class WithMemory(PerRow[tuple[RowText, Places]]):
 
     def begin(self, row: Row) -> tuple[RowText, Places]:
         return row_text(row, self.pass_cost), Places()
+
+    def finds(self, row: Row, state: tuple[RowText, Places]) -> bool:
+        text, _ = state
+        return text.grows(row)
 
     def finish(self, row: Row, state: tuple[RowText, Places]) -> None:
         self._outputs.add(row.namespace, row.tokens[row.prompt : row.end])

@@ -12,6 +12,7 @@ from truedraft.stores.memory import Places
 from truedraft.stores.references import References
 from truedraft.tree import Row
 
+LONG = 4  # tokens of a match that is not just a common phrase
 READING = 0.05  # share of plain decoding's time spent on indexing references: at the start, and in each later pass
 
 
@@ -20,10 +21,12 @@ class RowText:
 
     pass_cost: cost of the target's passes; None where the time of indexing is not bounded.
     given: the references, None where there are none.
+    growing: whether the latest tokens made the current match longer than it was, and LONG at least.
     """
 
     def __init__(self, row: Row, pass_cost: PassCost | None):
         self.automaton, self.cursor, self.followed = automaton(), Cursor(), 0
+        self.growing, self._matched = False, 0
         self._pace = None if pass_cost is None else READING * pass_cost.plain
         self.given: References | None = None
         if row.references:
@@ -34,12 +37,20 @@ class RowText:
     def follow(self, row: Row) -> None:
         if self.followed == len(row.tokens):
             return
+        before = self._matched
         self.automaton.read(self.cursor, row.tokens[self.followed :] if self.followed else row.tokens)
         if self.given is not None:
             if self.followed:
                 self.given.read(self._pace)
             ((_, self._there),) = self._places.follow([self.given.automaton], row.tokens)
+        self._matched = max(self.cursor.length, 0 if self.given is None else self._there.length)
+        self.growing = self._matched > before and self._matched >= LONG
         self.followed = len(row.tokens)
+
+    def grows(self, row: Row) -> bool:
+        """Whether the current match grew with the latest tokens of a row, and is LONG."""
+        self.follow(row)
+        return self.growing
 
     def places(self, after: Sequence[int] = (), longest: int | None = None) -> list[tuple[Automaton, Cursor]]:
         """The match of the last tokens, followed by `after`, in the references, if there are any, and in the own text.

@@ -66,6 +66,9 @@ class InputGuided(PerRow[InputState]):
         begins = bool(row.source) and text.given is not None  # else its tokens are not those of the output
         return InputState(source, text, len(row.tokens), Place(0 if begins else -1))
 
+    def finds(self, row: Row, state: InputState) -> bool:
+        return state.text.grows(row)
+
     def draft(self, row: Row, state: InputState, after: Sequence[int], budget: int) -> DraftTree:
         if not after:
             self._follow(row, state)
