@@ -17,7 +17,8 @@ that are drawn anew: every drafter that needs nothing but the model, and those o
 In float32, where the first is the sharper one, every batch is compared with a forward and every fourth with plain
 decoding; in other precisions it is the other way round.
 
-A run ends at a number of tokens, writes what it found after every batch, and goes on where the file of results ends.
+A run ends at a number of tokens, writes what it found after every batch, and goes on where that of the same model in
+the file of results ended.
 """
 
 from __future__ import annotations
@@ -188,29 +189,29 @@ def main() -> None:
     registered = ["auto", *registry.names("drafters"), *registry.names("views"), *args.also]
     audit = Audit(args.model, args.dtype, args.quantize, registered, args.new)
     texts = [text for path in args.prompts for text in prompts_of(path)]
-    result: dict[str, Any] = json.loads(args.json.read_text("utf-8")) if args.json.exists() else {}
-    audit.found.update(result.get("found", {}))
-    audit.examples += result.get("examples", [])
-    audit.largest = result.get("largest_gap", 0.0)
-    turn, done, before = result.get("batches", 0), result.get("tokens", 0), result.get("seconds", 0)
+    weights = args.quantize or ("GGUF" if str(args.model).endswith(".gguf") else "of the dtype")
+    run = {"model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "weights": weights}
+    runs = json.loads(args.json.read_text("utf-8"))["runs"] if args.json.exists() else []
+    before = next((one for one in runs if one.items() >= run.items()), {})
+    others = [one for one in runs if one is not before]
+    audit.found.update(before.get("found", {}))
+    audit.examples += before.get("examples", [])
+    audit.largest = before.get("largest_gap", 0.0)
+    turn, done, seconds = (before.get(name, 0) for name in ("batches", "tokens", "seconds"))
     began = time.time()
     while done < args.tokens:
         rng = random.Random(turn)
         drafter, (way,) = audit.drafter(rng), rng.choices(list(WAYS), WEIGHTS)
         done += audit.batch(rng.sample(texts, rng.choice(BATCHES)), drafter, way, turn)
         turn += 1
-        weights = args.quantize or ("GGUF" if str(args.model).endswith(".gguf") else "of the dtype")
-        result = {
-            "model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "weights": weights,
+        result = run | {
             "noise": audit.noise, "largest_gap": audit.largest, "machine": machine(),
-            "seconds": round(before + time.time() - began),
-            "tokens": done, "batches": turn, "found": dict(sorted(audit.found.items())),
-            "examples": audit.examples[:20],
+            "seconds": round(seconds + time.time() - began), "tokens": done, "batches": turn,
+            "found": dict(sorted(audit.found.items())), "examples": audit.examples[:20],
         }  # fmt: skip
-        write_whole(args.json, json.dumps(result, indent=1) + "\n")
+        write_whole(args.json, json.dumps({"runs": [*others, result]}, indent=1) + "\n")
         if turn % 10 == 0:
             print(f"{done:,} tokens, {result['seconds']} s", flush=True)
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

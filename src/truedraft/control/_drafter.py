@@ -263,7 +263,7 @@ class Drafts:
 
     def rests(self, passes: PassCosts) -> int:
         """Passes after this one for which nothing is drafted, and no earlier draft is compared with the text."""
-        return 0 if any([row.drafts for row in self.rows]) else self.state.rests(passes)
+        return 0 if any(row.drafts for row in self.rows) else self.state.rests(passes)
 
     def offer(self, trees: Sequence[DraftTree]) -> None:
         """Set the drafts proposed for its rows."""

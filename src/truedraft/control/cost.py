@@ -118,7 +118,7 @@ class Cost(Control):
 
     def _resumes(self, rows: Sequence[Row]) -> bool:
         """Whether a row has come to something to draft, where drafts rest because the latest ones were in vain."""
-        return any([self._rows[id(row)][0].alert and row.request.drafter.resumes(row) for row in rows])
+        return any(self._rows[id(row)][0].alert and row.request.drafter.resumes(row) for row in rows)
 
     def _spent(self) -> tuple[float, float]:
         """Seconds of the last steps that count against drafts, beside those of drafting, and seconds of passes.

@@ -100,7 +100,7 @@ class Joint(Drafter):
         return type(self).__name__
 
     def resumes(self, row: Row) -> bool:
-        return any([part.resumes(row) for part in self._parts])
+        return any(part.resumes(row) for part in self._parts)
 
     def memories(self) -> Sequence[Memory]:
         return [memory for part in self.parts for memory in part.memories()]
