@@ -29,7 +29,10 @@ from truedraft.files import write_whole
 from truedraft.runtime import checkpoints
 
 LOOKUP = 10  # tokens of transformers' own prompt lookup
-KEPT = ("workload", "side", "differs", "tokens", "tokens_per_second", "mean_acceptance_length", "texts", "agreement")
+KEPT = (
+    "workload", "side", "differs", "tokens", "tokens_per_second", "time_per_output_token", "mean_acceptance_length",
+    "texts", "agreement",
+)  # fmt: skip
 
 
 def measured(name: str, model: str, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -488,20 +488,26 @@ def speeds() -> list[str]:
 
 
 def real(model: str) -> list[str]:
-    """Tokens per second of requests to an instruct model, by kind and side, and the default over transformers.
+    """Tokens per second of requests to an instruct model, by kind and side, and the default over transformers: of whole
+    calls, and after the first token.
 
     model: what its name in the file begins with.
     """
     rows = [row for row in _results("real") if row["model"].startswith(model)]
     sides = list(dict.fromkeys(row["side"] for row in rows))
-    speeds: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        speeds.setdefault(row["workload"], {})[row["side"]] = row["tokens_per_second"]
-    table = [
-        [kind, *(f"{of[side]:.1f}" for side in sides), f"**{of[sides[-1]] / of[sides[0]]:.1f}**"]
-        for kind, of in speeds.items()
-    ]
-    return _table([f"{rows[0]['model']}, {rows[0]['dtype']}", *sides, f"{sides[-1]} over {sides[0]}"], table)
+        found.setdefault(row["workload"], {})[row["side"]] = row
+    table = []
+    for kind, of in found.items():
+        plain, default = of[sides[0]], of[sides[-1]]
+        table.append([
+            kind, *(f"{of[side]['tokens_per_second']:.1f}" for side in sides),
+            f"**{default['tokens_per_second'] / plain['tokens_per_second']:.1f}**",
+            f"{plain['time_per_output_token'] / default['time_per_output_token']:.1f}",
+        ])  # fmt: skip
+    head = [f"{rows[0]['model']}, {rows[0]['dtype']}", *sides, f"{sides[-1]} over {sides[0]}"]
+    return _table([*head, "after the first token"], table)
 
 
 def quantised() -> list[str]:

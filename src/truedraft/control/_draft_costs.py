@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
 RECENT = 9  # drafts in the median
 ALIKE = 0.05  # weight, in drafts, of the assumption that a draft takes as long besides its levels as for one of them
@@ -43,11 +42,12 @@ class DraftCosts:
         """
         alike = self._recent if usual else self._unusual
         alike.append(spent)
+        typical = sorted(alike)[len(alike) // 2]
         if usual:
-            self.seconds = median(alike)
+            self.seconds = typical
         if self.levels:
             self._fit(max(drafting, 0.0))
-        return min(spent, HICCUP * median(alike))
+        return min(spent, HICCUP * typical)
 
     def _fit(self, drafting: float) -> None:
         """Fit a line to the seconds of drafts by their levels. As long as these are alike, a draft is taken to have as

@@ -127,9 +127,9 @@ class Cost(Control):
         same rows; else those of observing and control.
         """
         times = self.times
-        now = times.observe + times.control, times.outside, times.target + times.prefill, times.prefill
-        aside, outside, passed, read = (b - a for a, b in zip(self._clock, now, strict=True))
-        self._clock = now
+        before, prefill = self._clock, times.prefill
+        now = self._clock = times.observe + times.control, times.outside, times.target + prefill, prefill
+        aside, outside, passed, read = now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
         if self._same and outside > 0 and not read:
             if self._requested:
                 aside = outside - self._costs.outside
@@ -181,14 +181,15 @@ class Cost(Control):
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
-        costs, sizes = self._costs, [0] * len(sizable)
-        best, chosen = tokens / costs(nodes), list(sizes)
+        curve, sizes = self._costs.curve, [0] * len(sizable)
+        carried, aside = self._costs.carried, self._costs.aside  # see `PassCosts.__call__`
+        best, chosen = tokens / (curve(nodes + carried) + aside), list(sizes)
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
-            sizes[i] = size
+            sizes[i], gains = size, drafts.gains
             nodes += drafts.unit * (size - before)
-            tokens += drafts.gains[size] - drafts.gains[before]
-            goodput = tokens / costs(nodes)
+            tokens += gains[size] - gains[before]
+            goodput = tokens / (curve(nodes + carried) + aside)
             if goodput > best:
                 best, chosen = goodput, list(sizes)
         return chosen

@@ -81,7 +81,7 @@ class Many(Joint):
 
     @property
     def width(self) -> int:
-        return max((part.width for part in self.parts), default=0)
+        return max([part.width for part in self._parts])
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):
@@ -109,13 +109,14 @@ class Many(Joint):
     def unread(self, k: int, rows: Sequence[Row]) -> int:
         """Tokens of the rows that part k has to read before its first drafts for them."""
         read = self._read[k]
-        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self.parts[k].reads_texts else 0
+        return sum([len(row.tokens) for row in rows if id(row) not in read]) if self._parts[k].reads_texts else 0
 
     def _with_confidence(self, k: int, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        trees = [tree.cut(1 + most) for tree, most in zip(self.parts[k].propose(rows, budget), budget, strict=True)]
+        part = self._parts[k]
+        trees = [tree.cut(1 + most) for tree, most in zip(part.propose(rows, budget), budget, strict=True)]
         if all(tree.confidence is not None for tree in trees):
             return trees
-        prior_confidence = self.parts[k].prior_confidence
+        prior_confidence = part.prior_confidence
         return [
             self._calibrations.setdefault(k, Calibration()).proposed(
                 row, tree if tree.confidence is not None else placed(tree, prior_confidence)
@@ -176,7 +177,7 @@ class Merge(Many):
         self._drafts.clear()
 
     def joined(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
-        nothing, parts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows], self.parts
+        nothing, parts = [DraftTree.chain(row.tokens[-1], (), ()) for row in rows], self._parts
         drafts, doubt = [nothing] * len(parts), 1.0
         for k in sorted(range(len(parts)), key=lambda k: (parts[k].autoregressive, self.seconds[k])):
             self._uncalled[k] += 1
@@ -196,7 +197,7 @@ class Merge(Many):
         """
         if self.pass_cost is None:
             return True
-        more = self._added[k] / self._doubted[k] if self.parts[k].autoregressive else MORE
+        more = self._added[k] / self._doubted[k] if self._parts[k].autoregressive else MORE
         saved = doubt * more * self.pass_cost.plain - self.seconds[k]
         if unread := self.unread(k, rows):
             self._promise[k] = STEADY * self._promise[k] + (1 - STEADY) * max(saved, 0.0)
@@ -220,7 +221,7 @@ class Merge(Many):
     def _review(self, pass_cost: PassCost, rows: Sequence[Row], trees: Sequence[DraftTree]) -> None:
         """Suspend parts whose own contribution saves less time than they cost, for some passes."""
         called = self._called
-        saved, added = [0.0] * len(self.parts), [0.0] * len(self.parts)
+        saved, added = [0.0] * len(self._parts), [0.0] * len(self._parts)
         for row, tree in zip(rows, trees, strict=True):
             if id(row) in self._drafts:
                 start, draft = self._drafts[id(row)]
