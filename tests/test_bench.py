@@ -295,6 +295,25 @@ def coarse_ways() -> list[Side]:
     ]
 
 
+def test_prompts_of_a_file_are_put_into_the_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of a user, as `generate --chat` has them; refused where there is no template, or nothing for it."""
+    (prompts := tmp_path / "prompts.txt").write_text("one day")
+    asked, given = list[str](), ["bench", "nano", "--no-baselines", "--rounds", "1", "--chat"]
+    model, tokenizer = load("nano")
+    monkeypatch.setattr("truedraft.cli.bench.load", lambda *_, **__: (model, tokenizer))
+    monkeypatch.setattr(
+        "truedraft.bench.compare.compare", lambda sides, load, *_: asked.extend(item.text for item in load.items) or []
+    )
+    assert main([*given, "--prompts", str(prompts)]) == 2
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    assert main(given) == 2 and not asked
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "no chat template; drop --chat" in refused and "in the chat template already; drop --chat" in refused
+    assert main([*given, "--prompts", str(prompts)]) == 0 and asked == ["<user>one day<assistant>"]
+
+
 def test_both_equalities_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from math import inf
@@ -55,12 +55,12 @@ LIMIT = 8
 # options that the measurements other than the comparison do not use
 UNUSED = {
     "oracle": ("draft", "limit", "batch", "temperature", "seed", "control", "ties", "baselines", "assistant"),
-    "roofline": ("draft", "prompts", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control",
-                 "ties", "baselines", "assistant"),
+    "roofline": ("draft", "prompts", "chat", "limit", "max_new_tokens", "batch", "temperature", "rounds", "seed",
+                 "control", "ties", "baselines", "assistant"),
     "lossy": ("ties", "baselines", "assistant"),
     "diffusion": ("ties", "baselines", "assistant", "oracle", "roofline"),
-    "replay": ("prompts", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties", "baselines",
-               "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy", "attention"),
+    "replay": ("prompts", "chat", "max_new_tokens", "batch", "temperature", "rounds", "seed", "control", "ties",
+               "baselines", "assistant", "dtype", "quantize", "stretched", "oracle", "roofline", "lossy", "attention"),
 }  # fmt: skip
 REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs only
 
@@ -72,6 +72,9 @@ def bench(
     prompts: Annotated[
         list[Path] | None, Option(help="Prompts from a file (JSON lines or text), instead of the small embedded set.")
     ] = None,
+    chat: Annotated[
+        bool, Option("--chat", help="Put the prompts of --prompts into the model's chat template.")
+    ] = False,
     limit: Annotated[int | None, Option(help="Prompts of each kind, at most: 8; recorded conversations: all.")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Most tokens per prompt.")] = None,
     batch: Annotated[list[int] | None, Option(help="Batch size; may be repeated.")] = None,
@@ -126,6 +129,7 @@ def bench(
         if diffuses := layout_of(loaded.config, reader) is not None:
             _refuse_for_diffusion(context)
         todo = _workloads(prompts, limit or LIMIT, max_new_tokens, sources, None if diffuses else reader)
+        todo = _in_chat(todo, reader, sources, prompts) if chat else todo
         machine, rows = _roofline(loaded) if roofline or (html and not sources and not diffuses) else (None, [])
         figures: list[Figures] = []
         found: list[Quality] = []
@@ -231,6 +235,24 @@ def _workloads(
     else:
         found = embedded(sources, tokenizer)
     return [Workload(w.name, w.items[:limit], tokens or w.tokens) for w in found]
+
+
+def _in_chat(
+    workloads: Sequence[Workload], tokenizer: Any, sources: bool, prompts: Sequence[Path] | None
+) -> list[Workload]:
+    """Workloads whose prompts are messages of a user, in the chat template of the tokenizer."""
+    from truedraft.text.templates import request_text
+
+    if not prompts:
+        raise Refused("--chat: requests of the embedded set are in the chat template already; drop --chat")
+    if sources:
+        raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
+    if not tokenizer.chat_template:
+        raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
+    return [
+        replace(load, items=tuple(replace(item, text=request_text(tokenizer, item.text)) for item in load.items))
+        for load in workloads
+    ]
 
 
 def _room(model: Any, workload: Workload) -> int | None:
