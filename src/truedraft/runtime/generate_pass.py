@@ -22,14 +22,16 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.native import Op, OpKind
-from truedraft.runtime.orders import ALONE, attends_as_torch, columns_alone
+from truedraft.runtime.orders import ALONE, attends_as_torch, columns_alone, norms_as_torch
 from truedraft.runtime.program import TABLED, Program
 from truedraft.runtime.tokenwise import PromptsAlone
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, linear_weight
 from truedraft.tree import Piece, Prompt, Scores, Taps
 from truedraft.views._base import WHOLE, Reduction
 
-IN_ONE_ORDER = {OpKind.EMBED, OpKind.ADD, OpKind.GATHER, OpKind.SCALE, OpKind.CLAMP, OpKind.MULTIPLY}
+IN_ONE_ORDER = {
+    OpKind.EMBED, OpKind.PREPARE, OpKind.ADD, OpKind.GATHER, OpKind.SCALE, OpKind.CLAMP, OpKind.MULTIPLY,
+}  # fmt: skip
 BF16_NUMBERS = 1 << 16
 
 
@@ -107,8 +109,8 @@ def _order(program: Program, layers: dict[int, tuple[nn.Linear, Weight]]) -> Non
             _order_product(op, layers)
         elif kind == OpKind.ATTEND:
             _order_attention(op)
-        elif kind in (OpKind.RMS_NORM, OpKind.PREPARE):
-            op.mode |= ALONE
+        elif kind == OpKind.RMS_NORM or (kind == OpKind.PREPARE and op.q_norm):
+            _order_norm(op, op.inner if kind == OpKind.RMS_NORM else op.head)
         elif kind not in IN_ONE_ORDER:
             raise NotCompilable(f"the order of {kind.name} in torch is not known")
         if kind == OpKind.GATED:
@@ -128,6 +130,12 @@ def _order_product(op: Op, layers: dict[int, tuple[nn.Linear, Weight]]) -> None:
         raise NotCompilable(f"the order in which torch adds up {op.inner} columns for {op.out} results is not known")
     if first:
         op.groups, op.shift = -(-op.inner // first), first.bit_length() - 1
+
+
+def _order_norm(op: Op, width: int) -> None:
+    if not norms_as_torch(width):
+        raise NotCompilable(f"the order in which torch adds up the squares of {width} numbers is not known")
+    op.mode |= ALONE
 
 
 def _order_attention(op: Op) -> None:

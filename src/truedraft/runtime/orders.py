@@ -47,10 +47,12 @@ KEYS = (
 FEW, MANY = 80, 300  # keys where the sum of a softmax is compared, and the sums of products
 SUMS = 1 << 18  # results where the first is compared: another order changes about one in 100,000
 GROUP = 16  # most nodes of a group, as MANY in pass.c
+EPSILON = 1e-5  # of norms that are compared
 ALONE = 4  # of the mode of an operation: as torch computes a single token
 
 _products: dict[tuple[object, ...], int | None] = {}  # columns by shape, bias and threads; None: no number is right
 _attention: dict[tuple[object, ...], bool] = {}
+_norms: dict[int, bool] = {}
 
 
 def columns_alone(layer: nn.Linear, panels: Weight) -> int | None:
@@ -142,15 +144,40 @@ def _alike(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], s
 def attention_alone(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float) -> Tensor:
     """Compiled attention of queries (tokens, heads, size), GROUP at most, over the first keys (heads of keys, places,
     size) that each sees, with the bits of single tokens where torch has its orders."""
-    n, heads, head = queries.shape
+    heads, head = queries.shape[1:]
     keys, values = keys.contiguous(), values.contiguous()
-    x = functional.pad(queries.float().flatten(1), (0, padded_to_16(heads * head) - heads * head)).contiguous()
-    y = torch.empty_like(x)
     op = Op(
         kind=OpKind.ATTEND, wait=1, src=0, dst=1, narrow=1, scale=scale, heads=heads, kv_heads=len(keys), head=head,
         step=head, kv_step=head, mode=ALONE, keys=keys.data_ptr(), values=values.data_ptr(),
     )  # fmt: skip
-    places = keys.shape[1]
+    results = _computed(op, queries.float().flatten(1), seen, keys.shape[1])
+    return results.unflatten(1, (heads, head)).to(queries.dtype)
+
+
+def norms_as_torch(width: int) -> bool:
+    """Whether compiled norms of rows have torch's bits for single tokens, before these are rounded to bf16."""
+    if width not in _norms:
+        rows = torch.randn(GROUP, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+        alone = [row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPSILON) for row in rows[:, None]]
+        _norms[width] = torch.equal(norm_alone(rows), torch.cat(alone))
+    return _norms[width]
+
+
+def norm_alone(rows: Tensor) -> Tensor:
+    """Compiled norms of rows (tokens, width) of fp32, with the bits of single tokens where torch has their order."""
+    weight = torch.ones(padded_to_16(rows.shape[1]))
+    op = Op(
+        kind=OpKind.RMS_NORM, wait=1, src=0, dst=1, inner=rows.shape[1], weight=weight.data_ptr(), eps=EPSILON,
+        mode=ALONE,
+    )  # fmt: skip
+    return _computed(op, rows, [1] * len(rows), 1)
+
+
+def _computed(op: Op, rows: Tensor, seen: Sequence[int], places: int) -> Tensor:
+    """The results of an operation over rows (tokens, width) of fp32, for tokens that see so many first places."""
+    n, width = rows.shape
+    x = functional.pad(rows, (0, padded_to_16(width) - width)).contiguous()
+    y = torch.empty_like(x)
     numbers = {
         "nodes": n, "vocabulary": 1, "capacity": places, "positions": places, "groups": 1, "longest": max(seen),
         "slots": 1, "buffers": 2,
@@ -160,9 +187,9 @@ def attention_alone(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequenc
         "extra": [], "extra_position": [], "gather": [], "group_from": [0, n], "room": [x.numel()] * 2,
         "buffer": [x.data_ptr(), y.data_ptr()], "stride": [x.shape[1]] * 2,
     }  # fmt: skip
-    library = native.library()
+    library, given = native.library(), PassArguments.of(numbers, lists)
     assert library is not None
-    given = PassArguments.of(numbers, lists)
-    if library.truedraft_pass(op, 1, given, heads // len(keys), torch.get_num_threads()):
-        raise MemoryError("no memory for attention")
-    return y[:, : heads * head].unflatten(1, (heads, head)).to(queries.dtype)
+    share = op.heads // op.kv_heads if op.kv_heads else 1
+    if library.truedraft_pass(op, 1, given, share, torch.get_num_threads()):
+        raise MemoryError(f"no memory for an operation over {n} tokens")
+    return y[:, :width]
