@@ -129,6 +129,12 @@ def test_other_bits_are_noticed_before_they_are_used(monkeypatch: pytest.MonkeyP
     assert generated(fast, PROMPTS[0], do_sample=False) == generated(model, PROMPTS[0], do_sample=False)
 
 
+def test_every_comparison_of_attention_holds() -> None:
+    """For numbers of heads and sizes that the models here do not have."""
+    for shape in ((6, 2, 24, 0.2), (5, 5, 72, 0.1)):
+        assert orders._attention_alike(*shape) == (True, True, True, True)
+
+
 def test_sums_of_softmaxes_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that differ by the last bit of a sum in fp32, as few as another order changes."""
 

@@ -44,7 +44,9 @@ KEYS = (
     700,
     1025,
 )  # whose attention is compared
-FEW, MANY = 80, 300  # keys where the sum of a softmax is compared, and the sums of products
+FEW = 83  # keys where the sum of a softmax is compared
+MANY = 300, 301, 302, 303, 306, 307  # and sums of products, of which torch adds up four together and then the others
+GREATER = 2.0**16  # what numbers are multiplied by that cancel each other
 SUMS = 1 << 18  # results where the first is compared: another order changes about one in 100,000
 GROUP = 16  # most nodes of a group, as MANY in pass.c
 EPSILON = 1e-5  # of norms that are compared
@@ -72,7 +74,7 @@ def _columns(library: Any, layer: nn.Linear, panels: Weight) -> int | None:
     much memory, its own weights are compared: another order changes about one result in 3,000 there.
     """
     out, inner = panels.shape
-    generator = torch.Generator().manual_seed(0)
+    generator = _seeded(0)
     x = torch.randn(-(-RESULTS // out), inner, generator=generator).to(layer.weight.dtype)
     weight: Tensor = layer.weight
     bias: Tensor | None = layer.bias
@@ -102,28 +104,37 @@ def attends_as_torch(heads: int, kv_heads: int, head: int, scale: float) -> bool
 
 @torch.no_grad()
 def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequence[bool]:
-    """Comparisons at all numbers of keys; of sums of softmaxes; and of values and of keys whose products are zeros when
-    they are added up, but for the rounding of each addition."""
-    generator = torch.Generator().manual_seed(0)
+    """Comparisons at all numbers of keys; of sums of softmaxes; and of values and of keys that cancel each other, but
+    for the rounding of each addition, which shows beside the smaller ones that are left."""
+    generator = _seeded(0)
 
     def some(*sizes: int) -> Tensor:
         return torch.randn(*sizes, head, generator=generator).to(torch.bfloat16)
 
-    def cancelling(half: Tensor, sign: int, dim: int) -> Tensor:
-        order = torch.randperm(2 * half.shape[dim], generator=torch.Generator().manual_seed(1))
-        return torch.cat([half, sign * half], dim).index_select(dim, order).contiguous()
+    def cancelling(numbers: Tensor, dim: int, factor: float) -> Tensor:
+        """In a random order, thirds that are equal but for this factor and its negative, and the other numbers."""
+        count = numbers.shape[dim]
+        third, order = numbers.narrow(dim, 0, count // 3), torch.randperm(count, generator=_seeded(count))
+        rest = numbers.narrow(dim, count // 3, count - 2 * (count // 3))
+        signs = (1.0, 1.0) if factor == 1.0 else (factor, -factor)
+        return torch.cat([signs[0] * third, signs[1] * third, rest], dim).index_select(dim, order).contiguous()
 
     keys, values = some(kv_heads, max(KEYS)), some(kv_heads, max(KEYS))
-    fewer, many = keys[:, :MANY], [MANY] * GROUP
-    halves = some(GROUP, heads)[..., : head // 2], fewer[..., : head // 2]
-    zeros = torch.zeros(GROUP, heads, head, dtype=torch.bfloat16)
     sums = -(-SUMS // (GROUP * heads * head)) * GROUP
+    several, fewer = some(GROUP, heads), keys[:, : max(MANY)]
     return (
         _alike(2 * some(len(KEYS), heads), keys, values, KEYS, scale),
         _alike(some(sums, heads), keys, values, [FEW] * sums, scale),
-        _alike(zeros, fewer, cancelling(values[:, : MANY // 2], -1, 1), many, scale),
-        _alike(cancelling(halves[0], 1, 2), cancelling(halves[1], -1, 2), values[:, :MANY], many, 2.0**20),
+        all(
+            _alike(several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
+            for n in MANY
+        ),
+        _alike(cancelling(several, 2, 1.0), cancelling(fewer, 2, GREATER), values[:, : max(MANY)], [300] * GROUP, 1.0),
     )
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _alike(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float) -> bool:
@@ -157,7 +168,7 @@ def attention_alone(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequenc
 def norms_as_torch(width: int) -> bool:
     """Whether compiled norms of rows have torch's bits for single tokens, before these are rounded to bf16."""
     if width not in _norms:
-        rows = torch.randn(GROUP, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+        rows = torch.randn(GROUP, width, generator=_seeded(0)).to(torch.bfloat16).float()
         alone = [row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPSILON) for row in rows[:, None]]
         _norms[width] = torch.equal(norm_alone(rows), torch.cat(alone))
     return _norms[width]
