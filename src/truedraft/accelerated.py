@@ -93,9 +93,8 @@ class Accelerated(StandIn):
         self._complete()
 
     def _decide_ties(self) -> None:
-        """Let a new target decide as `model.generate` where that was requested and it can."""
-        if self.ties == "recheck":
-            decide_as_generate(self.target)
+        """Let a new target decide as `model.generate` where that was requested and it can; else note why not."""
+        self._why_again = decide_as_generate(self.target) if self.ties == "recheck" else ""
 
     def _call(self) -> AbstractContextManager[None]:
         """Exclusive use during a call: calls of other threads wait, also of models that share a part with this one."""
@@ -292,7 +291,7 @@ class Accelerated(StandIn):
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
         self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
         report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
-        report.notes += reports.notes_on(rows, laws, stops)
+        report.notes += [*reports.notes_on(rows, laws, stops), *reports.notes_on_ties(self._why_again)]
         engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
         watch.attach(engine)
         engine.admit(request)

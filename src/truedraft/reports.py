@@ -59,6 +59,11 @@ def notes_on(rows: Sequence[Row], laws: Laws, stops: Stops) -> list[str]:
     return [f"rows advanced together, because {cause}"]
 
 
+def notes_on_ties(why: str) -> list[str]:
+    """The note on why near-ties are scored again by a pass of their own; none where `why` is empty."""
+    return [f"near-ties are scored again by the model's own forward, token by token: {why}"] if why else []
+
+
 def _reference(target: Target, rule: Rule, dtype: str) -> str:
     if guarantee_of(target, rule) == "none":
         return "none"

@@ -116,6 +116,11 @@ class Runner(ABC):
     on_read: Callable[[int], None] | None = None
 
     @property
+    def changed(self) -> bool:
+        """Whether what was measured for it does not hold any more."""
+        return False
+
+    @property
     def under_views(self) -> str:
         """How it computes passes under views."""
         return self.name

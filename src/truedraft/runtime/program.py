@@ -17,7 +17,7 @@ from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fi
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
 }  # fmt: skip
-SIGMOID, SOFTPLUS = 4, 6
+SIGMOID, SOFTPLUS, TABLED = 4, 6, 7
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by kind of attention
 
 

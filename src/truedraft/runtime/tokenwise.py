@@ -7,8 +7,8 @@ depend on the number of rows. Both are replaced here, for this thread and during
 - Attention is computed query by query, by the call that torch gets for a single token, over the keys that the node
   sees.
 - A linear layer is computed for all nodes together by compiled code, which adds up the columns in the blocks that torch
-  has for a single token. Which these are is measured for each shape of a layer; where no order gives torch's bits, the
-  layer is computed node by node.
+  has for a single token. Which these are is measured for each shape of a layer (`orders.py`); where no order gives
+  torch's bits, the layer is computed node by node.
 
 Everything else in a decoder works on each token by itself. Prompts are read as `model.generate` reads them, each alone
 and at once. Whether a whole model has the same bits is measured before the pass is used (`targets/generates.py`).
@@ -31,29 +31,56 @@ from truedraft.caches.seq2seq import Seq2SeqCache
 from truedraft.runtime import native
 from truedraft.runtime.forward import ForwardPass
 from truedraft.runtime.linears import Product, compilable
+from truedraft.runtime.orders import columns_alone
 from truedraft.runtime.overrides import Override, overridden, own
-from truedraft.runtime.panels import panels as panels_of_weight
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, linear_weight
 from truedraft.tree import DraftTree, Prompt, Scores, Taps, joined
 from truedraft.views._base import View
 
-COLUMNS = 512, 0, 256, 1024  # that a product may add up first, in the order in which they are tried; 0: all of them
-RESULTS = 1 << 13  # of a layer that are compared at least, for each number of columns
-LARGE = 1 << 25  # weights of a layer
+Heads = dict[tuple[int, int], tuple[int, bool]]
 
 _own_attention = own(functional, "scaled_dot_product_attention")
-_measured: dict[tuple[object, ...], int | None] = {}  # columns by shape, bias and threads; None: no number is right
 
 
 class OtherBits(Exception):
     """Attention that is not computed as torch does for a single token."""
 
 
-class TokenwisePass(ForwardPass):
+class SingleTokens:
+    """Forwards of a model over single tokens, in which its attention is noted.
+
+    noted: calls of torch's attention.
+    heads: by number and size of the heads of queries, the number of those of keys, and whether torch is told so.
+    """
+
+    def __init__(self) -> None:
+        self.noted, self.heads = 0, Heads()
+
+    def noting(self) -> AbstractContextManager[None]:
+        """A context for these forwards."""
+        return overridden([(functional, "scaled_dot_product_attention", self._attention)])
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Tensor:
+        if args or given.get("attn_mask") is not None or query.shape[2] != 1:
+            raise OtherBits("attention of one token has a mask, or several queries")
+        self.noted += 1
+        self.heads[query.shape[1], query.shape[3]] = key.shape[1], bool(given.get("enable_gqa"))
+        return _own_attention(query, key, value, **given)
+
+
+class PromptsAlone(ForwardPass):
+    """The model's own forward, with prompts as `model.generate` reads them: each alone and at once."""
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
+        return joined([self._read([prompt], len(prompt), taps) for prompt in prompts])
+
+
+class TokenwisePass(PromptsAlone):
     """The model's own forward, with the bits of one token at a time.
 
+    heads: see `SingleTokens`.
     copied: makes the copies in panels that products read.
-    noted: calls of torch's attention by single tokens.
 
     Raises:
         NotCompilable: there is no compiled code here, or the model has other matrices than those of plain linear layers
@@ -63,7 +90,7 @@ class TokenwisePass(ForwardPass):
     name = "transformers forward with the bits of single tokens"
     batch_invariant: ClassVar[bool] = True
 
-    def __init__(self, model: PreTrainedModel, layer_types: Sequence[str], copied: Copies):
+    def __init__(self, heads: Heads, model: PreTrainedModel, layer_types: Sequence[str], copied: Copies):
         super().__init__(model, layer_types, None)
         if native.library() is None or not _of_linear_layers(model):
             raise NotCompilable("it has other matrices than those of linear layers")
@@ -71,8 +98,7 @@ class TokenwisePass(ForwardPass):
         self._layers: dict[nn.Linear, tuple[Weight, Product | None]] = {}
         self._threads = 0  # for which products were chosen: torch's own order may depend on their number
         self._overrides: list[Override] = []
-        self._heads: dict[tuple[int, int], tuple[int, bool]] = {}  # of queries, and their size -> of keys; enable_gqa
-        self.noted = 0
+        self._heads = heads
         self._mask: tuple[Tensor | None, list[list[int | Tensor]]] = None, []
 
     def attach(self, cache: RowCache | Seq2SeqCache | None) -> None:
@@ -91,18 +117,9 @@ class TokenwisePass(ForwardPass):
         ]
         self._overrides.append((functional, "scaled_dot_product_attention", self._attention))
 
-    @torch.no_grad()
-    def prefill(self, prompts: Sequence[Prompt], taps: Taps) -> Scores:
-        return joined([self._read([prompt], len(prompt), taps) for prompt in prompts])
-
     def score(self, trees: Sequence[DraftTree], taps: Taps, view: View | None = None) -> Scores:
         with overridden(self._overrides) if view is None else nullcontext():
             return super().score(trees, taps, view)
-
-    def single(self) -> AbstractContextManager[None]:
-        """A context for forwards of the model over single tokens, in which the form of its attention is noted. These
-        have to come before the first pass."""
-        return overridden([(functional, "scaled_dot_product_attention", self._noted)])
 
     def _product(self, layer: nn.Linear) -> Product | None:
         """The product of a layer with the bits of torch for one token; None where there is none."""
@@ -118,14 +135,6 @@ class TokenwisePass(ForwardPass):
             product = _torch_like(layer, panels)
             self._layers[layer] = panels, product
         return product
-
-    def _noted(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Tensor:
-        """torch's attention of one token."""
-        if args or given.get("attn_mask") is not None or query.shape[2] != 1:
-            raise OtherBits("attention of one token has a mask, or several queries")
-        self.noted += 1
-        self._heads[query.shape[1], query.shape[3]] = key.shape[1], bool(given.get("enable_gqa"))
-        return _own_attention(query, key, value, **given)
 
     def _attention(
         self,
@@ -190,41 +199,8 @@ def _linear(layer: nn.Linear, product: Product | None, x: Tensor) -> Tensor:
 
 def _torch_like(layer: nn.Linear, panels: Weight) -> Product | None:
     """The compiled product with torch's bits for single tokens, in the order of columns that has been measured."""
-    library, dtype = native.library(), layer.weight.dtype
-    shape = (*panels.shape, layer.bias is None, dtype, torch.get_num_threads())
-    if shape not in _measured:
-        _measured[shape] = _columns(library, layer, panels)
-    columns = _measured[shape]
-    return None if columns is None else Product(library, panels, dtype, columns)
-
-
-@torch.no_grad()
-def _columns(library: Any, layer: nn.Linear, panels: Weight) -> int | None:
-    """The number of columns that torch adds up first, for single tokens of a layer; None where none gives its bits.
-
-    Products of other weights of the same shape are compared, whose sums are zeros but for the rounding of each
-    addition: a result has the bits of another order only by chance. Of a LARGE layer, for which they would need too
-    much memory, its own weights are compared: another order changes about one result in 3,000 there.
-    """
-    out, inner = panels.shape
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(-(-RESULTS // out), inner, generator=generator).to(layer.weight.dtype)
-    weight: Tensor = layer.weight
-    bias: Tensor | None = layer.bias
-    if out * inner < LARGE:
-        half, order = inner // 2, torch.randperm(inner, generator=generator)
-        weight = torch.randn(out, inner, generator=generator).to(weight.dtype)
-        weight[:, half : 2 * half] = weight[:, :half]
-        x[:, half : 2 * half] = -x[:, :half]
-        x[:, 2 * half :] = 0
-        weight, x = weight[:, order].contiguous(), x[:, order].contiguous()
-        bias = None if bias is None else torch.zeros_like(bias)
-        panels = panels_of_weight(Weight(weight, None, bias))
-    alone = torch.cat([functional.linear(token[None, None], weight, bias)[0] for token in x])
-    for columns in COLUMNS:
-        if columns < inner and torch.equal(Product(library, panels, x.dtype, columns)(x), alone):
-            return columns
-    return None
+    columns = columns_alone(layer, panels)
+    return None if columns is None else Product(native.library(), panels, layer.weight.dtype, columns)
 
 
 def _same(one: Weight, other: Weight) -> bool:

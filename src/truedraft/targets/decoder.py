@@ -26,6 +26,7 @@ from truedraft.runtime._base import Runner
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.fingerprint import fingerprint
 from truedraft.runtime.forward import ForwardPass, LinearsPass, PromptPass
+from truedraft.runtime.generate_pass import GeneratePass
 from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
@@ -148,7 +149,7 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
 
     @property
     def changed(self) -> bool:
-        return fingerprint(self.model) != self._made_of
+        return fingerprint(self.model) != self._made_of or self.runner.changed
 
     @property
     def runtime(self) -> str:
@@ -166,7 +167,7 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
 
     @property
     def decides_as_generate(self) -> bool:
-        return isinstance(self.runner, TokenwisePass)
+        return isinstance(self.runner, GeneratePass | TokenwisePass)
 
     @property
     def padded(self) -> bool:

@@ -228,6 +228,12 @@ def takes_blocks() -> bool:
     return lib is not None and bool(lib.truedraft_takes_blocks())
 
 
+def attends_alone() -> bool:
+    """Whether there is the attention of single tokens as torch computes it."""
+    lib = library()
+    return lib is not None and bool(lib.truedraft_attends_alone())
+
+
 def missing() -> str:
     """Why there is no library; empty where there is one."""
     try:
@@ -265,6 +271,7 @@ def _loaded() -> ctypes.CDLL:
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),
         ("takes_blocks", c_int32, []),
+        ("attends_alone", c_int32, []),
     ):
         if (function := getattr(lib, f"truedraft_{name}", None)) is None:
             raise NoLibrary(STALE)

@@ -96,7 +96,7 @@ AVX2 IN __m256i first8(int64_t left) {
 /* The first `left` lanes of a, zero in the others. */
 AVX2 IN __m256 keep8(__m256 a, int64_t left) { return _mm256_and_ps(a, _mm256_castsi256_ps(first8(left))); }
 
-enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED, SOFTPLUS };
+enum { SILU, GELU_TANH, GELU, RELU, SIGMOID, RELU_SQUARED, SOFTPLUS, TABLED };
 
 AVX2 IN float nearest(float a, int narrow) { return _mm256_cvtss_f32(rounded8(_mm256_set1_ps(a), narrow)); }
 
@@ -107,6 +107,7 @@ typedef struct {
   const float *bias, *other_bias; /* or NULL */
   float scale;
   int narrow, activation, added;
+  const bf16 *table; /* TABLED: the result for each number in bf16 */
 } After;
 
 /* ---------------------------------------------------------------- linear layers, per instruction set */
@@ -534,6 +535,8 @@ enum Kind {
   PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED, SPARE, CHOOSE
 };
 
+enum { ALONE = 4 }; /* bit of a mode: see there */
+
 typedef struct {
   int32_t kind;
   int32_t wait;   /* the next operation reads this one's result */
@@ -548,7 +551,8 @@ typedef struct {
                      COMBINE: 1 = products are not rounded, 2 = without weights; SCAN: which recurrence;
                      ATTEND: 1 = a node sees its own part of the positions, of `window` each, 2 = biases are by the
                      positions of keys, and are added to scaled scores, the sums rounded;
-                     MIX: 1 = added to dst */
+                     MIX: 1 = added to dst; RMS_NORM, PREPARE, ATTEND: and 4 = as torch computes a single token, which
+                     ATTEND does in bf16 only, of all positions, without biases, sinks or caps */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; SCAN: heads parts of the
@@ -596,7 +600,8 @@ typedef struct {
                                            logarithm of a decay; UNIT: of the gates of inputs and of what is kept */
   const float *q_norm, *k_norm;         /* PREPARE: per head, or NULL */
   const float *sinks;                   /* ATTEND: (heads,), scores of nothing in the softmax, or NULL */
-  void *keys, *values;                  /* (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR, SCAN: states, and what drafts
+  void *keys, *values;                  /* GATED: values is what the activation TABLED makes of each number in bf16;
+                                           (slots, kv_heads, capacity, head); latents and the rotated parts of keys; CONVOLVE, RECUR, SCAN: states, and what drafts
                                            bring to them (slots, drafted, ...) */
   const float *cosine, *sine;           /* (positions, rotary) */
   const float *factor;                  /* PREPARE: (positions,), of the queries after the rotation, or NULL */
@@ -749,13 +754,11 @@ AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   }
 }
 
-AVX2 IN void rms_row(const float *x, float *y, int64_t width, const float *weight, float eps, int narrow, int once) {
-  __m256 squares = _mm256_setzero_ps();
-  for (int64_t k = 0; k < width; k += L) {
-    __m256 v = keep8(_mm256_loadu_ps(x + k), width - k);
-    squares = _mm256_fmadd_ps(v, v, squares);
-  }
-  const __m256 r = _mm256_set1_ps(1.0f / sqrtf(sum8(squares) / (float)width + eps));
+#include "means.inc"
+
+AVX2 IN void rms_row(const float *x, float *y, int64_t width, const float *weight, float eps, int narrow, int once,
+                     float mean) {
+  const __m256 r = _mm256_set1_ps(1.0f / sqrtf(mean + eps));
   for (int64_t k = 0; k < width; k += L) {
     __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + k), r);
     v = _mm256_mul_ps(rounded8(v, narrow && !once), _mm256_loadu_ps(weight + k));
@@ -802,6 +805,8 @@ typedef struct {
   const Op *op;
   int64_t first;
 } Worker;
+
+static void (*attend_as_alone)(const Op *, const Pass *, int64_t, int64_t, Worker *); /* see alone.inc; or NULL */
 
 IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 
@@ -969,7 +974,7 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   }
   const int gated = op->kind == GATED;
   const After after = {op->bias ? op->bias + first : NULL, op->other_bias ? op->other_bias + first : NULL,
-                       gated ? 1.0f : op->scale, op->narrow, op->mode, !gated && op->mode};
+                       gated ? 1.0f : op->scale, op->narrow, op->mode, !gated && op->mode, op->values};
   const int64_t whole = finish(&after, nodes, rows, one, gated ? two : NULL, dst, ldy);
   for (int64_t m = 0; m < nodes; m++)
     for (int64_t r = whole; r < rows; r += L) {
@@ -1069,8 +1074,8 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
     for (; i + L <= half; i += L) {
       const __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + half);
       const __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), b);
-      _mm256_storeu_ps(x + i, turned(a, minus, c + i, s + i, op->narrow, op->mode));
-      _mm256_storeu_ps(x + i + half, turned(b, a, c + i + half, s + i + half, op->narrow, op->mode));
+      _mm256_storeu_ps(x + i, turned(a, minus, c + i, s + i, op->narrow, op->mode & 1));
+      _mm256_storeu_ps(x + i + half, turned(b, a, c + i + half, s + i + half, op->narrow, op->mode & 1));
     }
   for (; i < half; i++) {
     const int64_t a = neighbours ? 2 * i : i, b = neighbours ? 2 * i + 1 : i + half;
@@ -1078,7 +1083,7 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
     float pa = xa * c[a], qa = -xb * s[a], pb = xb * c[b], qb = xa * s[b];
     if (op->narrow) {
       float four[L] = {pa, qa, pb, qb};
-      if (!op->mode) _mm256_storeu_ps(four, round8(_mm256_loadu_ps(four)));
+      if (!(op->mode & 1)) _mm256_storeu_ps(four, round8(_mm256_loadu_ps(four)));
       float two[L] = {four[0] + four[1], four[2] + four[3]};
       _mm256_storeu_ps(two, round8(_mm256_loadu_ps(two)));
       x[a] = two[0];
@@ -1090,11 +1095,16 @@ AVX2 static void rotate(float *x, const Op *op, int64_t position) {
   }
 }
 
+/* The mean that a norm divides by, in the order that the operation asks for. */
+AVX2 IN float mean_of(const Op *op, const float *x, int64_t width) {
+  return op->mode & ALONE ? mean_alone(x, width) : mean_square(x, width);
+}
+
 /* Norm and rotation of one head, in their order. */
 AVX2 IN void prepare_head(const Op *op, float *x, const float *norm, int64_t position) {
-  if (norm && !op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+  if (norm && !op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once, mean_of(op, x, op->head));
   if (op->rotary) rotate(x, op, position);
-  if (norm && op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once);
+  if (norm && op->norm_last) rms_row(x, x, op->head, norm, op->eps, op->narrow, op->norm_once, mean_of(op, x, op->head));
 }
 
 AVX2 IN void scaled_row(float *x, int64_t width, float factor, int narrow) {
@@ -1376,6 +1386,10 @@ AVX2 static void attend(const Op *op, const Pass *pass, int64_t group, int64_t k
         _mm256_storeu_ps(result + d, rounded8(_mm256_loadu_ps(y + at * head + d), op->narrow));
     }
 }
+
+#ifdef __x86_64__
+#include "alone.inc"
+#endif
 
 /* ---------------------------------------------------------------- layers with states */
 
@@ -1675,7 +1689,8 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case EMBED: embed(op, pass, task); return;
     case RMS_NORM:
       for (int64_t at = 0; at < op->in * (op->heads ? op->heads : 1); at += op->in)
-        rms_row(ROW(op->src, task) + at, ROW(op->dst, task) + at, op->in, op->weight, op->eps, op->narrow, op->mode);
+        rms_row(ROW(op->src, task) + at, ROW(op->dst, task) + at, op->in, op->weight, op->eps, op->narrow, op->mode & 1,
+                mean_of(op, ROW(op->src, task) + at, op->in));
       return;
     case LAYER_NORM: layer_norm(op, ROW(op->src, task), ROW(op->dst, task)); return;
     case LINEAR:
@@ -1696,6 +1711,10 @@ AVX2 static void run_task(const Op *op, const Pass *pass, int64_t task, Worker *
     case LATENT: latent(op, pass, task); return;
     case HEADS: by_head(op, pass, task % op->heads, part_at(op, pass, task / op->heads), worker); return;
     case ATTEND:
+      if (op->mode & ALONE) {
+        attend_as_alone(op, pass, task / op->kv_heads, task % op->kv_heads, worker);
+        return;
+      } /* fall through */
     case CROSS: attend(op, pass, task / op->kv_heads, task % op->kv_heads, worker); return;
     case GATHER:
       memcpy(ROW(op->dst, task), ROW(op->src, pass->gather[task]), sizeof(float) * (size_t)op->in);
@@ -1861,7 +1880,7 @@ static int groups_fit(const Op *op) {
     return by_integers[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
   if (in_parts(op) && (op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT))
-    return op->kind == LINEAR && !op->heads && !op->half && !op->offsets && within(op->shift, 4, 30) &&
+    return op->kind != HEADS && !op->heads && !op->half && !op->offsets && within(op->shift, 4, 30) &&
            op->groups == (op->in + (1 << op->shift) - 1) >> op->shift;
   if (op->form != PANEL_INT8 && op->form != PANEL_INT4)
     return !op->half && (op->form == GROUPED || (!op->groups && !op->offsets));
@@ -1941,7 +1960,8 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
              fits(pass, op->src, parts * op->in, nodes) && fits(pass, op->dst, parts * op->in, nodes);
     }
     case GATED:
-      if (!op->second || (op->scales && !op->second_scales)) return 0; /* fall through */
+      if (!op->second || (op->scales && !op->second_scales) || (op->mode == TABLED && !(op->values && op->narrow)))
+        return 0; /* fall through */
     case LINEAR:
       return weights_fit(op) && fits(pass, op->src, op->in, dealt) && fits(pass, op->dst, op->out, dealt) &&
              (!op->experts || (top > 0 && op->apart > 0)) && chosen_fit(op, pass, nodes);
@@ -1979,6 +1999,9 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
       if (op->weight &&
           (op->kind != ATTEND || op->in || op->window || op->head > MOST_ROUNDED || !op->second || !op->scales ||
            !op->second_scales || !within(op->form, PANEL_INT8, PANEL_INT4) || op->apart % ROUNDED || !pass->rounded))
+        return 0;
+      if (op->mode & ALONE && (op->kind != ATTEND || !attend_as_alone || !op->narrow || op->mode != ALONE || op->in || op->window ||
+                               op->cap != 0.0f || op->sinks || op->bias || op->weight))
         return 0;
       return heads_fit(op, share) && within(key_size(op), 1, MOST) &&
              fits(pass, op->src, (op->heads - 1) * op->step + key_size(op), nodes) &&
@@ -2231,6 +2254,9 @@ int64_t truedraft_multiply(int form, int64_t steps, int threads) {
   return m.operations * threads;
 }
 
+/* Whether there is the attention of single tokens as torch computes it. */
+int truedraft_attends_alone(void) { return attend_as_alone != NULL; }
+
 /* Whether the processor multiplies panels that have their scales within them. */
 int truedraft_takes_blocks(void) { return by_integers[PANEL_BLOCKS] != NULL; }
 
@@ -2267,6 +2293,7 @@ int truedraft_choose(int wanted) {
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
   by_pairs = !wide;
+  attend_as_alone = wide ? attend_alone : NULL;
   if (wide) USE(avx512, 16);
   else USE(avx2, 8), USE_INTEGERS(pairs);
   if (units) USE_FOR_BF16(units);
