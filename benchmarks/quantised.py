@@ -2,11 +2,15 @@
 
     python benchmarks/quantised.py FILE.gguf ... --llama /venvs/llama/bin/python [--rounds 5] [--json FILE]
     python benchmarks/quantised.py FILE.gguf ... --llama /venvs/llama/bin/python --answers 128 [--json FILE]
+    python benchmarks/quantised.py FILE.gguf ... --widths [--json FILE]
 
 `--llama` is an interpreter that has llama-cpp-python, whose llama.cpp was built on this machine. Each engine is a
 process of its own, on the same threads; all read the same tokens, and write greedily. truedraft drafts nothing here, in
 fp32 and in bf16. Speeds are medians over rounds, those of decoding after the first token; ratios are taken round by
 round.
+
+`--widths`: instead, milliseconds of a pass of truedraft over 1 to 32 tokens after a text of 64, in the default dtype:
+the least of as many rounds, each of which takes all widths in turn.
 
 `--answers N`: instead, answers of at most N tokens to nine requests of nine kinds, in the model's chat template, up to
 its end of text: tokens per second over all of them, prompts included. llama.cpp alone and with its prompt lookup of
@@ -24,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +37,7 @@ THREADS = len(os.sched_getaffinity(0))
 TEXT = Path(__file__).parents[1] / "LICENSE"
 DTYPES = ("float32", "bfloat16")
 LOOKUP = "llama.cpp, its lookup"
+WIDTHS, READ = (1, 2, 4, 8, 16, 32), 64  # tokens of passes, and of the text before them
 ANSWERING = {"llama.cpp": None, LOOKUP: 10, "no drafts": None, "default": "auto"}  # what each drafts by
 
 
@@ -180,6 +186,34 @@ def answered(file: Path, llama: str, new: int, rounds: int) -> dict[str, Any]:
     return kept | {"answers": speeds, "default_over_llama.cpp": round(speeds["default"] / best, 3)}
 
 
+def by_width(file: Path, rounds: int) -> dict[str, Any]:
+    """Milliseconds of passes by their number of tokens."""
+    import torch
+
+    import truedraft
+    from truedraft.tree import DraftTree
+
+    torch.set_num_threads(THREADS)
+    model, tokenizer = truedraft.load(str(file))
+    target = truedraft.accelerate(model, tokenizer, draft=None, strict=True).target
+    least = dict.fromkeys(WIDTHS, inf)
+    with target.temporary_cache(1, 2 * READ):
+        target.prefill([target.prompt(torch.arange(1, READ + 1))])
+        target.commit([[0]])
+        for _ in range(rounds):
+            for width in WIDTHS:
+                tree, start = DraftTree.chain(1, range(2, width + 1)), time.perf_counter()
+                target.score([tree])
+                least[width] = min(least[width], time.perf_counter() - start)
+    kept = {"dtype": str(model.dtype).removeprefix("torch."), "rounds": rounds}
+    return kept | {"widths": {str(width): round(1e3 * seconds, 3) for width, seconds in least.items()}}
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a row of the results is of."""
+    return row["model"], *(what for what in ("answers", "widths") if what in row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
@@ -188,6 +222,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48, help="tokens that are written")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answers", type=int, default=0, help="answers of at most so many tokens instead")
+    parser.add_argument("--widths", action="store_true", help="passes of truedraft by their width instead")
     parser.add_argument("--machine", default="", help="a description of this machine, for --json")
     parser.add_argument("--names", nargs="+", help="of the models of the files, for --json")
     parser.add_argument("--json", type=Path, help="rows of the same models are replaced")
@@ -198,7 +233,9 @@ def main() -> None:
         return
     results: list[dict[str, Any]] = []
     for file, name in zip(args.files, args.names or [file.name for file in args.files], strict=True):
-        if args.answers:
+        if args.widths:
+            found = by_width(file, args.rounds)
+        elif args.answers:
             found = answered(file, args.llama, args.answers, args.rounds)
         else:
             found = compared(file, args.llama, args.prompt, args.new, args.rounds)
@@ -206,8 +243,8 @@ def main() -> None:
         print(json.dumps(results[-1], indent=1), flush=True)
     if args.json is not None:
         before = json.loads(args.json.read_text("utf-8"))["results"] if args.json.exists() else []
-        new = {(row["model"], "answers" in row) for row in results}
-        results = [row for row in before if (row["model"], "answers" in row) not in new] + results
+        new = {_kind(row) for row in results}
+        results = [row for row in before if _kind(row) not in new] + results
         report = {"machine": args.machine, "threads": THREADS, "llama_cpp_python": "0.3.36", "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -53,6 +53,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "real": lambda document, model: figures.real(model),
     "quantised": lambda document: figures.quantised(),
     "answers": lambda document: figures.answers(),
+    "widths": lambda document: figures.widths(),
     "never-slower": lambda document: figures.never_slower(),
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),

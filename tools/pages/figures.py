@@ -512,7 +512,7 @@ def real(model: str) -> list[str]:
 
 def quantised() -> list[str]:
     """Files of GGUF by llama.cpp and without drafts here: plain decoding and prompts."""
-    rows = [row for row in _results("quantised") if "answers" not in row]
+    rows = [row for row in _results("quantised") if "plain" in row]
     engines = ("llama.cpp", "float32", "bfloat16")
     table = [
         [
@@ -524,6 +524,20 @@ def quantised() -> list[str]:
     ]  # fmt: skip
     head = [f"{what}, {engine}" for what in ("plain", "prompts") for engine in engines]
     return _table(["file", *head, "bfloat16 over llama.cpp"], table)
+
+
+def widths() -> list[str]:
+    """Passes over several tokens in files of GGUF, in passes over one."""
+    rows = [row for row in _results("quantised") if "widths" in row]
+    table = [
+        [
+            row["model"],
+            f"{row['widths']['1']:.1f}",
+            *(f"{ms / row['widths']['1']:.2f}" for ms in row["widths"].values()),
+        ]
+        for row in rows
+    ]
+    return _table([f"file, {rows[0]['dtype']}", "ms of one token", *rows[0]["widths"]], table)
 
 
 def answers() -> list[str]:
