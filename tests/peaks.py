@@ -36,7 +36,7 @@ def run(size: str, draft: str, rows: int, prompt: int, new: int, dtype: str) -> 
     plan = planned("nano", draft, rows, prompt + new, 64 << 30, dtype=dtype, stretched=size, free=lambda device: 0)
     model, tokenizer = load("nano", dtype)
     ids = torch.randint(5, 4000, (rows, prompt), generator=torch.Generator().manual_seed(0))
-    own: Any = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed")
+    own: Any = truedraft.accelerate(model, tokenizer, draft=draft, control="fixed", release_weights=False)
     own.generate(ids[:1, :8], max_new_tokens=8, attention_mask=torch.ones_like(ids[:1, :8]))
     del own
     gc.collect()
@@ -45,7 +45,7 @@ def run(size: str, draft: str, rows: int, prompt: int, new: int, dtype: str) -> 
     gc.collect()
     before = resident("VmRSS") - sum(tensor.nbytes for tensor in larger.parameters())  # torch keeps more in bf16
     forget_peak()
-    fast: Any = truedraft.accelerate(larger, tokenizer, draft=draft, control="fixed")
+    fast: Any = truedraft.accelerate(larger, tokenizer, draft=draft, control="fixed", release_weights=True)
     fast.generate(ids, max_new_tokens=new, min_new_tokens=new, attention_mask=torch.ones_like(ids))
     held = resident("VmHWM") - before
     return {"held": held, "planned": plan.needed}

@@ -15,7 +15,9 @@ import torch
 
 import truedraft
 from arrivals import (
+    END,
     LONGEST,
+    MOST,
     added,
     check,
     check_logits,
@@ -24,8 +26,9 @@ from arrivals import (
     pieces_of,
     prompts,
 )
+from models import ragged
 from nets import drafter
-from truedraft import continuous, reading, registry
+from truedraft import continuous, reading, registry, turns
 from truedraft.caches import pages, pool
 from truedraft.caches.pool import Pool
 from truedraft.caches.prefixes import Prefixes
@@ -370,3 +373,81 @@ def test_too_little_address_space() -> None:
 
 def test_lack_names_what_to_change() -> None:
     assert "--max-model-len" in pooling.lack(100, 1000, 999, None, 0.8)
+
+
+@contextmanager
+def little_memory(fast: Any, rows: float, drafts: int) -> Iterator[list[int]]:
+    """Free memory for so many rows of a call; the bytes that each pass left granted."""
+    used: list[int] = []
+    step, most = turns.TurnsEngine.step, prompts_in_a_batch()["input_ids"].shape[1] + MOST
+    with small_units(), pytest.MonkeyPatch.context() as patch:
+        row = pool.units(most + drafts) * fast.target.position_bytes
+
+        def counted(engine: turns.TurnsEngine) -> Any:
+            advanced = step(engine)
+            used.append(engine._pool.used)
+            assert engine._pool.used <= rows * row and engine.target.cache is not None
+            return advanced
+
+        patch.setattr(turns, "UTILIZATION", 1.0)
+        patch.setattr(turns.TurnsEngine, "step", counted)
+        patch.setattr(memory, "free_memory", lambda device: int(rows * row))
+        yield used
+        assert not used or used[-1] == 0, "all of it is given back"
+
+
+def prompts_in_a_batch() -> dict[str, torch.Tensor]:
+    return dict(ragged(model(), 6, seed=2))
+
+
+@pytest.mark.parametrize(("draft", "rows"), [(None, 1.0), (LOOKUP, 2.4), (RECYCLING, 3.7)])
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "seed": 5, "top_k": 20}])
+def test_rows_of_a_call_run_in_turns(
+    draft: str | None, rows: float, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**prompts_in_a_batch(), "max_new_tokens": MOST, "pad_token_id": 0, "eos_token_id": END, **settings}
+    fast = truedraft.accelerate(model(), draft=draft)
+    expected = truedraft.accelerate(model(), draft=None).generate(**given)
+    if not settings["do_sample"]:
+        assert torch.equal(model().generate(**given), expected)
+    assert torch.equal(fast.generate(**given), expected)
+    preempted, passes = [], []
+    own = reading.PiecewiseEngine._preempt
+    monkeypatch.setattr(reading.PiecewiseEngine, "_preempt", lambda *given: (preempted.append(given), own(*given))[1])
+    with little_memory(fast, rows, fast.drafter.width) as used:
+        assert torch.equal(fast.generate(**given, on_pass=passes.append), expected)
+    assert used and (rows == 1.0 or preempted), "memory was lacking"
+    assert "in turns" in str(fast.report()) and passes == fast.report().passes
+    emitted = [0] * len(expected)
+    for each in (each for one in passes for each in one.emitted):
+        emitted[each.row] += len(each.tokens)
+    new = [[*row, END].index(END) for row in expected[:, given["input_ids"].shape[1] :].tolist()]
+    assert emitted == [min(count + 1, MOST) for count in new]
+
+
+def test_rows_that_cannot_run_in_turns_are_refused() -> None:
+    given = {**prompts_in_a_batch(), "max_new_tokens": MOST, "pad_token_id": 0}
+    fast = truedraft.accelerate(model(), draft=None)
+    with little_memory(fast, 0.9, 0), pytest.raises(NoRoom, match="the KV cache of 1 rows"):
+        fast.generate(**given)
+    with little_memory(fast, 2.5, 0):
+        with pytest.raises(NoRoom, match="the KV cache of 6 rows"):  # torch's own stream of noise
+            fast.generate(**given, do_sample=True)
+        with pytest.raises(NoRoom, match="the KV cache of 6 rows"):  # they advance together
+            fast.generate(**given, return_dict_in_generate=True, output_scores=True)
+
+
+def test_a_call_in_turns_that_fails_or_is_interrupted_leaves_nothing() -> None:
+    given = {**prompts_in_a_batch(), "max_new_tokens": MOST, "pad_token_id": 0}
+    fast = truedraft.accelerate(model(), draft=LOOKUP)
+    expected = fast.generate(**given)
+    for raised in (ValueError, KeyboardInterrupt):
+
+        def fails(done: Any, raised: Any = raised) -> None:
+            raise raised("here")
+
+        with little_memory(fast, 2.4, fast.drafter.width) as used:
+            with pytest.raises(raised):
+                fast.generate(**given, on_pass=fails)
+            used.clear()
+        assert fast.target.cache is None and torch.equal(fast.generate(**given), expected)

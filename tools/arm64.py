@@ -32,7 +32,7 @@ from truedraft.runtime.native import Op, OpKind, PassArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-FUNCTIONS = ("pass", "linear", "panels", "multiply", "choose", "layout", "takes_blocks")
+FUNCTIONS = ("pass", "linear", "panels", "multiply", "choose", "layout", "takes_blocks", "rows")
 TESTS = ("tests/test_kernels.py", "tests/test_linears.py", "tests/test_runtime.py", "tests/test_recurrent.py")
 POINTERS = [name for name, kind in Op._fields_ if kind is ctypes.c_void_p]
 ARGUMENTS, LEVELS, LEAST = 6, (2, 6), 2  # of `truedraft_choose` on arm64
@@ -188,11 +188,17 @@ class Emulated:
         return result
 
     def truedraft_panels(self, form: int, rows: int, out: int, width: int, panels: int, threads: int) -> int:
+        return self._reordered("panels", form, rows, out, width, panels, threads)
+
+    def truedraft_rows(self, form: int, panels: int, out: int, width: int, rows: int, threads: int) -> int:
+        return self._reordered("rows", form, panels, out, width, rows, threads)
+
+    def _reordered(self, name: str, form: int, given: int, out: int, width: int, made: int, threads: int) -> int:
         image = Image()
-        for at, address in (8, rows), (32, panels):
+        for at, address in (8, given), (32, made):
             image.add(*next(tensor for tensor in storages() if tensor[0] <= address < sum(tensor)))
             image.point(at, address, 1)
-        return self._called("panels", (form, 0, out, width, 0, threads), image)
+        return self._called(name, (form, 0, out, width, 0, threads), image)
 
     def truedraft_multiply(self, form: int, steps: int, threads: int) -> int:
         return self._called("multiply", (form, steps, threads), Image())

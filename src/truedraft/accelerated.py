@@ -41,11 +41,11 @@ from truedraft.continuous import PIECE_SECONDS, ContinuousEngine
 from truedraft.control._base import Control
 from truedraft.drafters._base import Drafter
 from truedraft.drafters._compose import name_of
-from truedraft.engine import Engine
 from truedraft.errors import Refused
 from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
-from truedraft.runtime.releasing import released
+from truedraft.runtime.released import release_weights as released
+from truedraft.runtime.releasing import released_by_default
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
@@ -55,6 +55,7 @@ from truedraft.targets.hostable import check_hosted
 from truedraft.targets.hosting import hosted
 from truedraft.targets.pooling import UTILIZATION
 from truedraft.targets.unwrapping import unwrapped
+from truedraft.turns import Room
 from truedraft.views._base import View
 
 
@@ -284,22 +285,21 @@ class Accelerated(StandIn):
         drafter = fitted(self._drafter_of(generation_config, call), self.target, self.tokenizer)
         rule = rule_for(self.rule, bool(generation_config.do_sample), drafter)
 
-        def reserve(rows: int, tokens: int) -> None:
-            self.target.reserve(rows, tokens + drafter.width + extra_probes(rule, drafter.width))
-
-        request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, reserve)
+        memory = Room(self.target, drafter.width + extra_probes(rule, drafter.width), self.ties)
+        request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, memory.reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
         self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
         report.passes, report.drafted_by = request.passes, [row.drafted_by for row in request.rows]
-        report.notes += [*reports.notes_on(rows, laws, stops), *reports.notes_on_ties(self._why_again)]
-        engine, stream = Engine(self.target, self.control), Stream(call.streamer, rows, history)
+        report.notes += [*reports.notes_on(rows, laws, stops), *reports.notes_on_ties(self._why_again), *memory.notes]
+        engine, stream = memory.engine(request, self.control), Stream(call.streamer, rows, history)
         watch.attach(engine)
         engine.admit(request)
         self.target.on_read = call.on_read
         advance = watch.timed_steps(engine.step)
         try:
             while engine.running:
-                advance()
+                if not advance():
+                    continue
                 request.check()
                 if call.on_pass is not None:
                     call.on_pass(request.passes[-1])
@@ -354,13 +354,13 @@ class Accelerated(StandIn):
         return self._assisted[1]
 
 
-def _change_weights(model: Any, quantize: str | None, release_weights: bool) -> None:
-    """Quantise the weights of a model, and keep them once, where that is requested."""
+def _change_weights(model: Any, quantize: str | None, release_weights: bool | None, runtime: str, ties: str) -> None:
+    """Quantise the weights of a model, and keep them once, where that is requested or the default."""
     if quantize is not None or release_weights:
         check_hosted(model)
     if quantize is not None:
         quantized(model, quantize)
-    if release_weights:
+    if released_by_default(model, runtime, ties) if release_weights is None else release_weights:
         released(model)
 
 
@@ -376,14 +376,14 @@ def accelerate(
     ties: str = "keep",
     view: str | View | None = None,
     layout: Layout | None = None,
-    release_weights: bool = False,
+    release_weights: bool | None = None,
 ) -> Accelerated:
     """A model whose `generate` drafts and verifies, with the output of `model.generate`.
 
     Args:
         model: a decoder language model, an encoder-decoder or a diffusion language model of `transformers`, in eval
-            mode; not changed unless `quantize` is given. A wrapper of PEFT or `torch.compile` is removed where that is
-            exact.
+            mode; not changed but for `quantize` and `release_weights`. A wrapper of PEFT or `torch.compile` is removed
+            where that is exact.
         tokenizer: required only for text (stop strings, references as text).
         draft: a drafter, its name (`truedraft methods` lists them; knobs as in "prompt-lookup:length=20"), a smaller
             model, or None for plain decoding; "auto" needs no training and uses references if there are any.
@@ -410,8 +410,10 @@ def accelerate(
             the step-by-step decoding whose text is reproduced, or "lossy/NAME"; the result is an `AcceleratedCanvas`
             (of a `diffusion_gemma`, which has none of these, an `AcceleratedRenoise`; of any-subset models, which fill
             masks anywhere, an `AcceleratedSubset`).
-        release_weights: keep weights of linear layers of the model itself once, as compiled passes read them: the same
-            bits in half the memory. It can no longer be trained or saved, nor its weights be written to. Needs torchao.
+        release_weights: keep the weights of the model itself once, as compiled passes read them: the same bits in half
+            the memory. It can no longer be trained or saved, nor its weights be written to. By default of models from
+            `truedraft.load` alone, and not with `ties="recheck"` or another `runtime`, which need the weights as they
+            were.
 
     Raises:
         Refused: the model cannot be hosted exactly, or not strictly, quantised or under the view, or a name is unknown.
@@ -421,7 +423,7 @@ def accelerate(
     """
     model = unwrapped(model)
     with defaults():
-        _change_weights(model, quantize, release_weights)
+        _change_weights(model, quantize, release_weights, runtime, ties)
         if renoises(model):
             check_for_canvas(ties, control)
             return AcceleratedRenoise(model, tokenizer, draft, rule, runtime, strict, layout, view)  # type: ignore

@@ -23,11 +23,13 @@ TINY = np.finfo(np.float32).tiny  # instead of an exact 0, which would choose it
 class Chance(Protocol):
     """The source of random draws.
 
+    kept_by_step: noise is kept for all rows from the step of the last row to that of the first.
     keys: law / noise of the last pick, (k, V) or (rows, nodes, V); the tokens picked are its argmax. None where there
         was none.
     """
 
     keys: Tensor | None = None
+    kept_by_step: bool = False
 
     def pick(self, law: Tensor, rows: Sequence[Row]) -> list[int]:
         """One token per row, -1 where its law is NaN. law: (k, V) probabilities for the next tokens of the k rows."""
@@ -95,6 +97,8 @@ class StreamNoise(Chance):
     drafts nor acceptance of different lengths change the noise of a row or the state of the stream afterwards. Blocks
     drawn for later steps are kept too, and the stream is reset to the state at the rows' step.
     """
+
+    kept_by_step = True
 
     def __init__(self, batch: int):
         self.batch = batch

@@ -29,7 +29,7 @@ from truedraft.engine import Engine
 from truedraft.engine_request import EngineRequest, Reason
 from truedraft.errors import NoRoom, Refused, let_go, why
 from truedraft.parts import check_references, drafter_of, fitted, part, parts_of, rule_for
-from truedraft.reading import PiecewiseEngine, preemptible, reuses
+from truedraft.reading import PiecewiseEngine, reuses
 from truedraft.request import Request
 from truedraft.stats import EngineReport, Totals
 from truedraft.stopwatch import Stopwatch
@@ -420,14 +420,15 @@ class ContinuousEngine:
         return ended
 
     def _lacks_memory(self, request: Request) -> bool:
-        """Grant a request the memory that it begins with: whether it has to wait for that. Preempted ones go first."""
-        prompt, row = request.prompts[0], request.rows[0]
-        first = len(prompt) if self._piecewise and preemptible(self._target, request) else row.prompt + row.room
+        """Grant a request the memory that it begins with: whether it has to wait for that."""
+        row = request.rows[0]
         if self._prefixes is not None:
             self._prefixes.use(row.namespace, row.tokens)
-        spare = SPARE if self._running else 0
-        before = self._piecewise is not None and bool(self._piecewise.preempted)
-        self._lacking = before or not self._pool.grant(request, first + request.reach, spare)
+        if self._piecewise is not None:
+            self._lacking = not self._piecewise.grant(request)
+        else:
+            spare = SPARE if self._running else 0
+            self._lacking = not self._pool.grant(request, row.prompt + row.room + request.reach, spare)
         return self._lacking
 
     def _after_pass(self, request: EngineRequest) -> None:

@@ -99,7 +99,7 @@ def load(
     if kind_by(config.to_dict()) == "text":
         every = isinstance(source, Path) and checkpoints.is_gguf(source)
         _complete(model, tokenizer, config, every, whole if stored and not kinds.reads_sources(config) else None)
-    return _quantised(model, quantize), tokenizer
+    return _finished(model, quantize), tokenizer
 
 
 def _complete(model: Any, tokenizer: Any, config: Any, every: bool = False, checked: str | None = None) -> None:
@@ -138,15 +138,19 @@ def _with_adapter(
     with contextlib.suppress(OSError):  # it has none
         made.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     ends.complete(made, tokenizer, made.config)
-    return _quantised(made, quantize), tokenizer
+    return _finished(made, quantize), tokenizer
 
 
-def _quantised(model: Any, quantize: str | None) -> Any:
-    """A model after its weights were quantised, where that is requested."""
+def _finished(model: Any, quantize: str | None) -> Any:
+    """A model after its weights were quantised, where that is requested; the others may be replaced by the copies that
+    compiled passes read."""
+    from truedraft.runtime.releasing import may_release
+
     if quantize is not None:
         from truedraft.runtime.quantize import quantize as quantized
 
         quantized(model, quantize)
+    may_release(model)
     return model
 
 
@@ -284,13 +288,17 @@ def _with_integers(checkpoint: Checkpoint, config: Any, model: str, source: Path
     import torch
     from transformers import GenerationConfig
 
+    from truedraft.runtime.released import trim
+
     with torch.device("meta"):
         empty = kinds.auto_class(config).from_config(config)
     if dtype == "auto":
         dtype = precision_of(source, config)
     tensors = checkpoint.tensors(empty, getattr(torch, dtype))
     loaded = _with_weights(type(empty), None, model, config=config, state_dict=tensors, dtype=getattr(torch, dtype))
-    if plain := checkpoint.finished(loaded):
+    plain = checkpoint.finished(loaded)
+    trim()
+    if plain:
         warnings.warn(f"{model}: {_some(plain)} could not stay integers and take the memory of plain weights", Note, 3)
     loaded.config.name_or_path = str(source)
     with contextlib.suppress(OSError):  # it has none

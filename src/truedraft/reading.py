@@ -156,6 +156,12 @@ class PiecewiseEngine(Engine):
         """Requests whose prompts are being read."""
         return len(self._reading)
 
+    def grant(self, request: Request) -> bool:
+        """Grant a request the memory that it begins with; whether there was enough. Preempted ones go first."""
+        row, spare = request.rows[0], SPARE if self.rows or self._reading else 0
+        first = len(request.prompts[0]) if preemptible(self.target, request) else row.prompt + row.room
+        return not self.preempted and self._pool.grant(request, first + request.reach, spare)
+
     def admit(self, request: Request) -> None:
         """Add a request; its prompt is read from the next step on, without the prefix that is stored of it or that an
         older prompt being read has in common with it."""

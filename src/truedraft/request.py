@@ -66,6 +66,13 @@ class Request:
             finally:
                 self.error = None  # breaks the reference cycle
 
+    def of_row(self, place: int) -> Request:
+        """A request for one of its rows alone, with the same parts."""
+        return Request(
+            [self.rows[place]], [self.prompts[place]], self.drafter, self.rule, self.laws, self.stops, self.chance,
+            self.history,
+        )  # fmt: skip
+
     @property
     def steps(self) -> int:
         """Most tokens that any of its rows may still emit."""

@@ -43,7 +43,10 @@ Figures = Annotated[bool, Option("--report", help="Print the figures of the run 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A model and its drafting, by name; see `cli._models.accelerated`."""
+    """A model and its drafting, by name; see `cli._models.accelerated`.
+
+    check: whether the model's own generate is timed.
+    """
 
     model: str
     argument: str
@@ -53,6 +56,7 @@ class ModelOptions:
     draft: str
     control: str
     threads: int | None
+    check: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.model, self.dtype, self.quantize, self.argument, drafts=[self.draft], control=self.control)
@@ -65,6 +69,7 @@ class ModelOptions:
             return accelerated(
                 self.model, self.dtype, self.draft, self.control, self.quantize,
                 argument=self.argument, reads_sources=f"`truedraft {self.command}`", threads=self.threads,
+                release_weights=False if self.check else None,
             )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ def load(
     stretched: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """As `loading.load`, without the log output of the libraries.
+    """As `loading.load`, without the log output of the libraries, for commands that train the model or measure its own
+    forward: its weights stay as they are.
 
     stretched: the size to which the model is stretched, see `bench.sizes.size_of`.
     runs: kinds of models that the command runs.
@@ -40,6 +41,20 @@ def load(
     Raises:
         Refused: as `loading.load`; or it is a model of another kind.
     """
+    from truedraft.runtime.releasing import keep_originals
+
+    loaded = _loaded(name, dtype, quantize, argument, reads_sources, stretched, runs)
+    keep_originals(loaded[0])
+    return loaded
+
+
+def _loaded(
+    name: str, dtype: str, quantize: str | None, argument: str, reads_sources: str | None, stretched: str | None,
+    runs: Collection[loading.Kind],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
+    """A model whose weights may be replaced; see `load`."""
+    from truedraft.runtime.releasing import may_release
+
     _hush()
     check_kind(loading.kind_of(loading.check(name, dtype, quantize, argument)), name, argument, runs)
     if stretched is None:
@@ -57,6 +72,7 @@ def load(
     larger = stretching.stretched(model, layers=layers, hidden=hidden)
     if quantize is not None:
         quantized(larger, quantize)
+    may_release(larger)
     return larger, tokenizer
 
 
@@ -107,7 +123,7 @@ def accelerated(
     view: str | None = None,
     attention: str | None = None,
     runs: Collection[loading.Kind] = TEXT,
-    release_weights: bool = False,
+    release_weights: bool | None = None,
 ) -> Accelerated:
     """Load and accelerate a model, with drafter, rule and control by name; a diffusion model as `AcceleratedCanvas`, an
     any-subset model as `AcceleratedSubset`.
@@ -133,7 +149,7 @@ def accelerated(
             # first, so that a wrong knob fails before the model is loaded
             kinds = {"draft": "drafters", "control": "control", "rule": "accept"}
             made = {part: spec and registry.load(kinds[part], spec) for part, spec in parts.items()}
-        loaded = load(name, dtype, quantize, argument, reads_sources, stretched, runs)
+        loaded = _loaded(name, dtype, quantize, argument, reads_sources, stretched, runs)
         if _kind(loaded[0]) != "text":  # of the hub, it is known only now
             made = parts
         layout = attending(loaded[0].config, loaded[1], attention, f"{argument} {name!r}")

@@ -44,7 +44,7 @@ def correct(
     """
     _lines.check_counts(batch, max_new_tokens, num_beams)
     paths = _lines.TextPaths(file, out, in_place, diff)
-    options = _lines.ModelOptions(model, "--model", "correct", dtype, quantize, draft, control, threads)
+    options = _lines.ModelOptions(model, "--model", "correct", dtype, quantize, draft, control, threads, check)
     return _lines.rewrite(
         paths, options, _fitted, report,
         batch=batch, split=split, careful=True, prefix=prefix, max_new_tokens=max_new_tokens, check=check,

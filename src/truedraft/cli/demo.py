@@ -80,7 +80,8 @@ def demo(
     if model is None:
         model, instead = ("nano", None) if stretched else _default()
     fast = accelerated(
-        model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched
+        model, dtype, draft, quantize=quantize, argument="--model", threads=threads, stretched=stretched,
+        release_weights=False,  # its own generate is timed
     )  # fmt: skip
     todo = cases(prompt, instruction, max_new_tokens, fast.tokenizer)
     _check(fast, model, todo)

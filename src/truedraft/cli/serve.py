@@ -54,7 +54,7 @@ def serve(**options: Any) -> int:
     load = functools.partial(
         accelerated, config.model, config.dtype, config.draft, config.control, config.quantize, config.rule,
         threads=config.threads, stretched=config.stretched, view=config.view,
-        attention=config.attention, runs=CANVASES, release_weights=config.release_weights,
+        attention=config.attention, runs=CANVASES, release_weights=None if config.release_weights else False,
     )  # fmt: skip
     if config.ray:
         if importlib.util.find_spec("ray") is None:

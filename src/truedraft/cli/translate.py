@@ -41,7 +41,7 @@ def translate(
 
     _lines.check_counts(batch, max_new_tokens, num_beams)
     paths = _lines.TextPaths(file, out, in_place)
-    options = _lines.ModelOptions(model, "--model", "translate", dtype, quantize, draft, control, threads)
+    options = _lines.ModelOptions(model, "--model", "translate", dtype, quantize, draft, control, threads, check)
     return _lines.rewrite(
         paths, options, lambda fast: languages(fast.model, fast.tokenizer, source_lang, target_lang), report,
         batch=batch, split=split, prefix=prefix, max_new_tokens=max_new_tokens, check=check,

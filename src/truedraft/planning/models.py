@@ -25,9 +25,10 @@ from truedraft.runtime.native import OpKind
 from truedraft.runtime.nodes import TOGETHER
 from truedraft.runtime.panels import ROWS, SHARE, columns_of
 from truedraft.runtime.position_tables import PositionTables, RotaryTables
-from truedraft.runtime.processors import long_prompt, processor
+from truedraft.runtime.processors import long_prompt
 from truedraft.runtime.program import Program
 from truedraft.runtime.programs import compile_program
+from truedraft.runtime.releasing import copies_weights, releasable, weight_of
 from truedraft.runtime.weights import ROWS as TOGETHER_ROUNDED
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, padded_to_16
 from truedraft.targets import kinds
@@ -101,6 +102,7 @@ class Sized:
         model: on the meta device. source: its folder, or its name on the hub.
         quantize: see `accelerate`. stored: bytes of a quantised checkpoint, which stays as it is; else 0.
         in_place: without copies of weights, as by `runtime="in-place"`.
+        once: its weights are replaced by their copies, as those of models that truedraft loads.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Sized:
     stored: int = 0
     device: torch.device = CPU
     in_place: bool = False
+    once: bool = False
     why: str = field(default="", init=False)  # there is no compiled pass
 
     @property
@@ -155,7 +158,8 @@ class Sized:
             return self.stored
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if self.quantize is None:
-            return sum(tensor.nbytes for tensor in tensors)
+            given, panels = self.replaced
+            return sum(tensor.nbytes for tensor in tensors) - given + panels
         linears = [m.weight for m in self.model.modules() if isinstance(m, nn.Linear)]
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
         replaced = {id(weight) for weight in linears} - tables
@@ -163,12 +167,31 @@ class Sized:
         packed = sum(panel_bytes(weight.shape, self.dtype, bits, group) for weight in linears)
         return packed + sum(tensor.nbytes for tensor in tensors if id(tensor) not in replaced)
 
+    @property
+    def _copied(self) -> bool:
+        """Whether compiled passes read weights in panels, which the model does not have as it is."""
+        plain = not (self.in_place or self.quantize or self.stored)
+        return plain and self.device.type == "cpu" and copies_weights()
+
+    @property
+    def replaced(self) -> tuple[int, int]:
+        """Bytes of the weights that their copies replace, and of these."""
+        return self._replaceable if self.once and self._copied else (0, 0)
+
+    @cached_property
+    def _replaceable(self) -> tuple[int, int]:
+        _with_scalars(self.model)
+        with META:
+            found = [weight_of(holders) for holders in releasable(self.model)]
+        panels = (panel_bytes((weight.shape[:-1].numel(), weight.shape[-1]), weight.dtype) for weight in found)
+        return sum(weight.nbytes for weight in found), sum(panels)
+
     def copies(self, free: int) -> int:
-        """Bytes of the copies of weights in panels, where `free` bytes are left beside the weights."""
-        unread = self.in_place or self.quantize or self.stored or self.device.type != "cpu" or native.missing()
-        if unread or self.weights > SHARE * free or "avx512f" not in processor():
+        """Bytes of the copies of weights in panels, beside the weights, where `free` bytes are left beside these."""
+        _, replaced = self.replaced
+        if not self._copied or self.weights - replaced > SHARE * free:
             return 0
-        return self.counted.bytes if self.program is not None else self._copied_linears()
+        return (self.counted.bytes if self.program is not None else self._copied_linears()) - replaced
 
     def _copied_linears(self) -> int:
         """The copies where the model's own forward has compiled linear layers."""
@@ -314,7 +337,8 @@ def sized(
         mapped = LayerMap(config.num_hidden_layers, layers)
         model.stretch = Stretch(original, mapped, config.hidden_size, hidden, 0.0, True)
     model.config.name_or_path = str(source)
-    return Sized(name, model, source, found, quantize, sum(file.stat().st_size for file in files), device)
+    stored = sum(file.stat().st_size for file in files)
+    return Sized(name, model, source, found, quantize, stored, device, once=True)
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:

@@ -259,4 +259,5 @@ def most(fits: Callable[[int], bool], highest: int) -> int | None:
 def _weights(target: Sized) -> str:
     if target.stored:
         return "quantised, as they are in the files"
-    return f"{target.model.num_parameters():,} parameters in {target.quantize or named(target.dtype)}"
+    once = ", kept once, in the order in which compiled passes read them" if target.replaced[0] else ""
+    return f"{target.model.num_parameters():,} parameters in {target.quantize or named(target.dtype)}{once}"

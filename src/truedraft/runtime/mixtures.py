@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.runtime.native import Form, OpKind
 from truedraft.runtime.program import SIGMOID, Program
-from truedraft.runtime.weights import NotCompilable, Weight, pair, plain
+from truedraft.runtime.weights import NotCompilable, Weight, matrix, pair, plain
 
 Routing = Callable[[Program, Any], dict[str, Any]]  # from a router in fp32, the fields of ROUTE
 
@@ -93,12 +93,12 @@ def routed(
     chosen: fields of ROUTE for these; by default those of a softmax.
     """
     count, hidden, inner = _mixture(mlp)
-    both, last = (plain(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
+    both, last = (matrix(w, p.dtype) for w in (mlp.experts.gate_up_proj, mlp.experts.down_proj))
     scores = mlp.gate.weight
     rows = plain(scores, torch.float32 if routing and scores.dtype == torch.float32 else p.dtype)
     # all experts' weights are one matrix, of which the operations are given the first expert's rows
     copy = p.copy_of if inner % 16 == hidden % 16 == 0 else Weight.itself
-    gate_up, downs = (copy(Weight(w.flatten(0, 1), None, None)) for w in (both, last))
+    gate_up, downs = map(copy, (both, last))
     parts = gate_up.part(0, inner), gate_up.part(inner, 2 * inner), downs.part(0, hidden)
     gate, up, down, router = map(p.read, (*parts, p.copy_of(Weight(rows, None, None))))
     shared, shared_gate = _beside(mlp), getattr(mlp, "shared_expert_gate", None)
@@ -158,18 +158,17 @@ def ungated(p: Program, src: str, moe: Any, activation: str) -> None:
     """A mixture of experts without gates, chosen in fp32, beside a feed-forward; the result is in "t", and "h" is
     overwritten."""
     experts, router = moe.experts, moe.gate
-    first, last, rows = (plain(w, p.dtype) for w in (experts.up_proj, experts.down_proj, router.weight))
-    count, inner, hidden = first.shape
-    if last.shape != (count, hidden, inner) or rows.shape != (count, hidden) or p.widths["h"] != hidden:
+    first, last = (matrix(w, p.dtype) for w in (experts.up_proj, experts.down_proj))
+    rows = plain(router.weight, p.dtype)
+    count, inner, hidden = experts.up_proj.shape
+    if experts.down_proj.shape != (count, hidden, inner) or rows.shape != (count, hidden) or p.widths["h"] != hidden:
         raise NotCompilable("its experts are not of the sizes of its router")
     if router.num_group != 1:
         raise NotCompilable("its experts are chosen by groups")
     if not type(experts).__module__.startswith("transformers.models."):
         raise NotCompilable(f"it has a {type(experts).__name__} among its experts")
     copy = p.copy_of if inner % 16 == hidden % 16 == 0 else Weight.itself
-    up, down = (
-        p.read(copy(Weight(w.flatten(0, 1), None, None)).part(0, n)) for w, n in ((first, inner), (last, hidden))
-    )
+    up, down = (p.read(copy(w).part(0, n)) for w, n in ((first, inner), (last, hidden)))
     to: dict[str, Any] = dict(experts=count, top=router.top_k)
     chosen = by_sigmoids(p, router, router.e_score_correction_bias, 1e-20) | {"form": Form.FLOAT}
     p.op(OpKind.LINEAR, src=src, dst="router", **p.read(p.copy_of(Weight(rows, None, None))), narrow=False, wait=False)

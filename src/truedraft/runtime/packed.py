@@ -20,6 +20,8 @@ from truedraft.runtime.panel_blocks import BlockForm, Blocks
 from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, dequantised, fits_four_bits, panels
 from truedraft.runtime.weights import Weight
 
+TOGETHER = 1 << 12  # rows that are computed together, for less memory; whole panels of them
+
 
 class PackedTensor(TorchAOBaseTensor):
     """Integers q (out, in) that stand for q * scale + offset, with a scale and an offset for each group of columns.
@@ -79,7 +81,11 @@ class PackedTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix (out, in) in a dtype, by default its own; computed in fp32."""
-        return dequantised(self.as_weight(None)).to(dtype or self.dtype)
+        made, whole = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device), self.as_weight(None)
+        for start in range(0, self.rows, TOGETHER):
+            end = min(start + TOGETHER, self.rows)
+            made[start:end] = dequantised(whole.part(start, end))
+        return made
 
 
 def _packed(values: Tensor) -> Tensor:

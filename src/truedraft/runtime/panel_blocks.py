@@ -94,7 +94,11 @@ class Blocks:
 
     def packed(self) -> Tensor:
         """(panels, bytes) uint8, the last panel filled up with zeros."""
-        return torch.cat([self.rows(slice(i, i + ROWS))._panels() for i in range(0, len(self.codes), ROWS)])
+        first = self.rows(slice(ROWS))._panels()
+        made = first.new_empty(-(-len(self.codes) // PANEL), first.shape[1])
+        for start in range(0, len(self.codes), ROWS):
+            made[start // PANEL : (start + ROWS) // PANEL] = self.rows(slice(start, start + ROWS))._panels()
+        return made
 
     def _panels(self) -> Tensor:
         form, factors = self.form, [self.scales] if self.offsets is None else [self.scales, self.offsets]

@@ -96,7 +96,7 @@ def panels_of(model: nn.Module, free: int) -> Panels | None:
     if kept is not None and kept[0] == weights:
         return kept[1]
     _OF_MODELS.pop(model, None)
-    if sum(map(stored, model.parameters())) > SHARE * free:
+    if sum(stored(weight) for weight in model.parameters() if not hasattr(weight, "as_weight")) > SHARE * free:
         return None
     _OF_MODELS[model] = weights, Panels()
     return _OF_MODELS[model][1]
@@ -137,7 +137,8 @@ def panels(weight: Weight) -> Weight:
     if form == Form.PANEL_INT8 and weight.groups and width % NIBBLES == 0 and fits_four_bits(values):
         form = Form.PANEL_INT4
     each, numbers, dtype = _SHAPES[form]
-    values = pad(values, (0, -width % each))
+    if width % each:
+        values = pad(values, (0, -width % each))
     made = torch.empty(-(-out // ROWS), values.shape[1] // each, numbers, dtype=dtype)
     library = native.library()
     assert library is not None
@@ -163,9 +164,14 @@ def dequantised(weight: Weight) -> Tensor:
 
 def floats_of(weight: Weight) -> Tensor:
     """The matrix (out, in) of a plain weight in panels, bit for bit."""
-    each, (out, width) = columns_of(weight.values.dtype), weight.shape
-    columns = weight.values.unflatten(2, (ROWS, each))  # (panels, in / each, 16, each)
-    return columns.transpose(1, 2).flatten(2).flatten(0, 1)[:out, :width].contiguous()
+    values, (out, width) = weight.values, weight.shape
+    made = torch.empty(out, values.shape[1] * columns_of(values.dtype), dtype=values.dtype)
+    library = native.library()
+    assert library is not None
+    form, threads = PANEL_FORMS[values.dtype], torch.get_num_threads()
+    failure = library.truedraft_rows(form, values.data_ptr(), out, made.shape[1], made.data_ptr(), threads)
+    assert failure == 0
+    return made[:, :width].contiguous()
 
 
 def _unpacked(panels: Tensor) -> Tensor:

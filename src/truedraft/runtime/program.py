@@ -12,7 +12,18 @@ from transformers.pytorch_utils import Conv1D
 
 from truedraft.runtime.modules import eps_of, head_norms, head_of, kv_heads, outputs_of, weight_of
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.weights import Copies, Derived, NotCompilable, Weight, fields, linear_weight, padded, pair, plain
+from truedraft.runtime.weights import (
+    Copies,
+    Derived,
+    NotCompilable,
+    Weight,
+    fields,
+    linear_weight,
+    matrix,
+    padded,
+    pair,
+    plain,
+)
 
 ACTIVATIONS = {
     "silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "gelu": 2, "relu": 3, "relu2": 5,
@@ -369,11 +380,12 @@ class Program:
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         if getattr(embedding, "max_norm", None) is not None:
             raise NotCompilable("its embeddings are normalised at lookup")
-        table = plain(embedding.weight, self.dtype)
-        self.kept.append(table)
-        self.vocab_size = len(table)
+        table = matrix(embedding.weight, self.dtype)
+        self.kept.append(table.values)
+        self.vocab_size, width = table.shape
         self.op(
-            OpKind.EMBED, dst="x", weight=table.data_ptr(), inner=table.shape[1], scale=scale, mode=given_too, blank=-1
+            OpKind.EMBED, dst="x", weight=table.values.data_ptr(), form=table.form, inner=width, scale=scale,
+            mode=given_too, blank=-1,
         )  # fmt: skip
         self.outputs.append(len(self.ops) - 1)
 

@@ -340,6 +340,14 @@ def compile_seq2seq(model: Any, encoder: bool, copied: Copies | None = None) -> 
     return _compiled(model, model, programs, layer_types_of(stack), copied)
 
 
+def programs_of(model: Any, copied: Copies | None = None) -> list[Program]:
+    """All programs of a model: that of a decoder, or those of the two stacks of an encoder-decoder. Raises as
+    `compile_program`."""
+    if model.config.model_type not in SEQ2SEQ_PROGRAMS:
+        return [compile_program(model, copied)]
+    return [compile_seq2seq(model, encoder, copied) for encoder in (True, False)]
+
+
 def _compiled(
     model: Any, text: Any, programs: Mapping[str, Callable[[Program, Any], None]], layer_types: list[str],
     copied: Copies | None,

@@ -1,11 +1,12 @@
 """Weights that are kept once: in panels alone (`panels.py`), the order in which compiled passes read them.
 
 Compiled passes read copies of weights in panels, beside the weights of the model. Here the copy takes the place of the
-weight, layer by layer, so that no more than a layer is held twice. For torch it is the same matrix: a product with it
-is compiled where it can be, else the matrix is made first.
+weight, one after another, so that no more than one is held twice. For torch it is the same matrix: a product with few
+vectors is compiled, and for any other operation the matrix is made first, bit for bit. What would write to it, save it
+or train it is refused.
 
-Weights of a file that is mapped into memory, as those of safetensors are, share their mapping with the embeddings,
-which stay: the system is told that the pages of the others are not needed any more.
+Weights of a file that is mapped into memory, as those of safetensors are, share their mapping with the tensors that
+stay: the pages of the others are given back.
 """
 
 from __future__ import annotations
@@ -13,101 +14,208 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from torchao.utils import TorchAOBaseTensor
+from torch.nn.functional import embedding, linear
+from torch.utils._pytree import tree_map_only
 
+from truedraft.errors import Refused
 from truedraft.runtime import native
-from truedraft.runtime.linears import Product, compilable
-from truedraft.runtime.panels import floats_of, panels
-from truedraft.runtime.processors import processor
-from truedraft.runtime.weights import NotCompilable, Weight, linear_weight
+from truedraft.runtime.linears import Product
+from truedraft.runtime.panels import ROWS, columns_of, floats_of, panels
+from truedraft.runtime.releasing import copies_weights, releasable, weight_of
+from truedraft.runtime.weights import Weight
 
+UNMAP = 4  # MADV_DONTNEED of Linux
 PAGE_OUT = 21  # MADV_PAGEOUT of Linux, from 5.4 on
+THERE, OF_FILE = 1 << 63 | 1 << 62, 1 << 61  # bits of a page in pagemap
+TOGETHER = 1 << 14  # rows that are moved together, whole panels of them
+MANY = 64  # vectors for which torch's product with the matrix is faster, the making of it included
+KEPT_ONCE = (
+    "the weights of this model are kept once, in the order in which compiled passes read them, and cannot be {}: load "
+    "it again, and accelerate(release_weights=False)"
+)
+aten = torch.ops.aten
 
 
-class PanelTensor(TorchAOBaseTensor):
-    """A matrix (rows, columns) of fp32 or bf16, kept in panels.
+class PanelTensor(Tensor):
+    """Matrices of fp32 or bf16, kept in panels: (rows, columns), or (experts, rows, columns) in one.
 
     Args:
         qdata: the panels; named as the numbers of torchao's tensors are.
-        dtype: of the matrix.
+        shape: of the matrices; of those of experts, rows are a multiple of ROWS.
+        dtype: of their numbers.
     """
 
-    tensor_data_names = ["qdata"]
-    tensor_attribute_names = ["rows", "columns", "dtype"]
-    scale = None
+    scale: ClassVar[None] = None
 
-    def __new__(cls, qdata: Tensor, rows: int, columns: int, dtype: torch.dtype) -> PanelTensor:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, (rows, columns), dtype=dtype, device=qdata.device, requires_grad=False
-        )
+    @staticmethod
+    def __new__(cls, qdata: Tensor, shape: torch.Size, dtype: torch.dtype) -> PanelTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
 
-    def __init__(self, qdata: Tensor, rows: int, columns: int, dtype: torch.dtype):
-        self.qdata, self.rows, self.columns = qdata, rows, columns
+    def __init__(self, qdata: Tensor, shape: torch.Size, dtype: torch.dtype):
+        self.qdata = qdata
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PanelTensor({'x'.join(map(str, self.shape))}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Refused(KEPT_ONCE.format("saved"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            made: Any = PanelTensor(self.qdata.clone(), self.shape, self.dtype)
+            memo[id(self)] = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        return memo[id(self)]
 
     def as_weight(self, bias: Tensor | None) -> Weight:
-        """As the compiled pass reads it."""
-        return Weight(self.qdata, None, bias, (self.rows, self.columns), True)
+        """As the compiled pass reads it; the rows of experts one after another."""
+        return Weight(self.qdata, None, bias, (prod(self.shape[:-1]), self.shape[-1]), True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix, in a dtype, by default its own: the weight that was given, bit for bit."""
-        return floats_of(self.as_weight(None)).to(dtype or self.dtype)
+        return floats_of(self.as_weight(None)).view(self.shape).to(dtype or self.dtype)
+
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """The rows of these numbers, (*ids, columns)."""
+        each = columns_of(self.dtype)
+        found = self.qdata.unflatten(2, (ROWS, each))[ids // ROWS, :, ids % ROWS]  # (*ids, columns / each, each)
+        return found.flatten(-2)[..., : self.shape[-1]].contiguous()
+
+    def expert(self, index: int) -> PanelTensor:
+        """The matrix of one of the experts, in place."""
+        each = self.shape[1] // ROWS
+        return PanelTensor(self.qdata[index * each : (index + 1) * each], self.shape[1:], self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is linear:
+            return _linear(*args, **kwargs)
+        if func is embedding:
+            return _embedding(*args, **kwargs)
+        if func is torch._has_compatible_shallow_copy_type:  # which torch asks where it converts a module
+            if type(args[0]) is not type(args[1]):
+                raise Refused(KEPT_ONCE.format("converted to another dtype or device"))
+            return True
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs, one = kwargs or {}, cast(Any, args[0] if args else None)
+        if func in (aten.detach.default, aten.alias.default):
+            return PanelTensor(one.qdata, one.shape, one.dtype)
+        if func is aten.clone.default:
+            return PanelTensor(one.qdata.clone(), one.shape, one.dtype)
+        if func is aten.select.int and one.ndim == 3 and args[1] == 0:
+            return one.expert(args[2] % len(one))
+        written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
+        if any(_has_panels(args[i]) for i in written if i < len(args)):
+            raise Refused(KEPT_ONCE.format("written to or trained"))
+        return func(*_plain(args), **_plain(kwargs))
 
 
-@PanelTensor.implements_torch_function(torch.nn.functional.linear)
-def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    x, matrix, bias = (*args, *kwargs.values(), None)[:3]
-    product = Product(native.library(), matrix.as_weight(None), matrix.dtype)
-    if not product.takes(x):
-        return linear(x, matrix.dequantize(x.dtype), bias)
-    return product(x) if bias is None else product(x) + bias
+class _Frozen(torch.autograd.Function):
+    """A matrix in panels as a plain one, without gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: PanelTensor) -> Tensor:
+        return matrix.dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Refused(KEPT_ONCE.format("trained"))
 
 
-@PanelTensor.implements([torch.ops.aten.t.default, torch.ops.aten.mm.default])
-def _plain(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """Operations for which it is the matrix."""
-    return func(*(a.dequantize() if isinstance(a, PanelTensor) else a for a in args), **kwargs)
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """A product; with gradients, many vectors or other dtypes it is torch's."""
+    if not isinstance(weight, PanelTensor):
+        return linear(*_plain((x, weight, bias)))
+    if x.numel() < MANY * x.shape[-1] and not x.shape[-1] % 16:
+        product = Product(native.library(), weight.as_weight(None), weight.dtype)
+        if product.takes(x):
+            return product(x) if bias is None else product(x) + bias
+    return linear(x, _with_gradient(weight), bias)
+
+
+def _embedding(ids: Tensor, weight: PanelTensor, *args: Any, **kwargs: Any) -> Tensor:
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return embedding(ids, _with_gradient(weight), *args, **kwargs)
+    return weight.looked_up(ids)
+
+
+def _with_gradient(weight: PanelTensor) -> Tensor:
+    """The matrix, whose gradient is refused where the weight should have one."""
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return _Frozen.apply(weight)
+    return weight.detach().dequantize()
+
+
+def _has_panels(argument: Any) -> bool:
+    parts = argument if isinstance(argument, list | tuple) else [argument]
+    return any(isinstance(part, PanelTensor) for part in parts)
+
+
+def _plain(arguments: Any) -> Any:
+    """Arguments with the matrices that stand in panels."""
+    return tree_map_only(PanelTensor, PanelTensor.dequantize, arguments)
 
 
 def release_weights(model: nn.Module) -> int:
-    """Keep the weights of a model's linear layers in panels alone; those that an embedding shares stay as they are.
+    """Keep the weights of which compiled passes read copies in panels alone: those of linear layers, of a head that is
+    tied to the embeddings, and of experts.
 
     Returns:
-        Bytes of the weights that were replaced; 0 on processors for which compiled passes make no copies.
+        Bytes of the weights that were replaced; 0 where compiled passes read no copies.
     """
-    if native.library() is None or "avx512f" not in processor():
+    if not copies_weights():
         return 0
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     files, replaced = _mapped_files(), 0
-    for layer in linears:
-        if owners[id(layer.weight)] == 1 and _releasable(layer):
-            replaced += layer.weight.nbytes
-            made = panels(linear_weight(layer, layer.weight.dtype))
-            kept, before = PanelTensor(made.values, *made.shape, layer.weight.dtype), layer.weight
-            layer.weight = nn.Parameter(kept, requires_grad=False)
-            _page_out(before, files)
-            del before
-    if replaced and sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc has kept of weights that were freed
+    for holders in releasable(model):
+        before = weight_of(holders)
+        made: Any = PanelTensor(_moved(before.detach().flatten(0, -2), files), before.shape, before.dtype)
+        kept = nn.Parameter(made, before.requires_grad)
+        replaced += before.nbytes
+        for module, name in holders:
+            module._parameters[name] = kept
+            module.register_state_dict_pre_hook(_refuse_saving)
+        del before
+    trim()
     return replaced
 
 
-def _releasable(layer: nn.Linear) -> bool:
-    if type(layer.weight.data) is not Tensor or layer.weight.device.type != "cpu":
-        return False
-    try:
-        return compilable(linear_weight(layer, layer.weight.dtype), layer.weight.dtype)
-    except NotCompilable:
-        return False
+def _moved(weight: Tensor, files: list[tuple[int, int]]) -> Tensor:
+    """The panels of a weight whose pages are given back part by part, as they are made."""
+    parts = weight.split(TOGETHER)
+    first = panels(Weight(parts[0], None, None)).values
+    made = first if len(parts) == 1 else first.new_empty(-(-len(weight) // ROWS), *first.shape[1:])
+    for i, part in enumerate(parts):
+        if len(parts) > 1:
+            made[TOGETHER // ROWS * i :][: TOGETHER // ROWS] = panels(Weight(part, None, None)).values
+        _give_back(part, files)
+    return made
+
+
+def bytes_in_panels(model: nn.Module) -> int:
+    """Bytes of the weights of a model that are in panels alone."""
+    return sum(weight.qdata.nbytes for weight in model.parameters() if isinstance(weight, PanelTensor))
+
+
+def trim() -> None:
+    """Give the memory of freed tensors that glibc has kept back to the system."""
+    if sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _refuse_saving(module: nn.Module, *given: Any) -> None:
+    """Raises Refused where weights of a module are in panels, as it is asked for its state."""
+    if any(isinstance(parameter, PanelTensor) for parameter in module._parameters.values()):
+        raise Refused(KEPT_ONCE.format("saved"))
 
 
 def _mapped_files() -> list[tuple[int, int]]:
@@ -123,10 +231,23 @@ def _mapped_files() -> list[tuple[int, int]]:
     return found
 
 
-def _page_out(weight: Tensor, files: list[tuple[int, int]]) -> None:
-    """Let the system drop the whole pages of a weight that is mapped from a file; they are read again if they are
-    needed, and what was written to them is kept."""
+def _give_back(weight: Tensor, files: list[tuple[int, int]]) -> None:
+    """Give back the whole pages of a weight that is mapped from a file; they are read again if they are needed, and
+    what was written to them is kept."""
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end and any(first <= start and end <= last for first, last in files):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), PAGE_OUT)  # a hint: may fail
+        advice = PAGE_OUT if _written(start, end) else UNMAP
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)  # a hint: may fail
+
+
+def _written(start: int, end: int) -> bool:
+    """Whether pages have more than what the file has, or the system does not tell."""
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as opened:
+            opened.seek(start // mmap.PAGESIZE * 8)
+            pages = numpy.frombuffer(opened.read((end - start) // mmap.PAGESIZE * 8), numpy.uint64)
+    except OSError:
+        return True
+    there = (pages & numpy.uint64(THERE)) != 0
+    return len(pages) * mmap.PAGESIZE < end - start or bool((there & ((pages & numpy.uint64(OF_FILE)) == 0)).any())

@@ -65,9 +65,9 @@ class Weight:
             return Weight(self.values[first:last], None if self.scales is None else self.scales[first:last], bias)
         if first % 16:
             raise NotCompilable(f"a part of its weights begins in row {first}, not a multiple of sixteen")
-        scales, offsets = (None if t is None else t[first // 16 :] for t in (self.scales, self.offsets))
-        rows, shape = self.values[first // 16 :], (last - first, self.shape[1])
-        return replace(self, values=rows, scales=scales, offsets=offsets, bias=bias, shape=shape)
+        span, shape = slice(first // 16, -(-last // 16)), (last - first, self.shape[1])
+        rows, scales, offsets = (None if t is None else t[span] for t in (self.values, self.scales, self.offsets))
+        return replace(self, values=cast(Tensor, rows), scales=scales, offsets=offsets, bias=bias, shape=shape)
 
     def itself(self) -> Weight:
         return self
@@ -278,11 +278,28 @@ def plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in place, if it is contiguous, of `dtype` and on the CPU; or on the "meta" device, of a model that is
     only planned.
 
-    The result keeps the memory alive: the parameter may be reassigned while a pass reads it.
+    The result keeps the memory alive: the parameter may be reassigned while a pass reads it. Of a weight that is in
+    panels alone, and is not written to, it is a copy.
     """
+    if hasattr(weight, "looked_up"):  # a PanelTensor
+        weight = weight.dequantize()
     if weight.dtype != dtype or not weight.is_contiguous() or weight.device.type not in ("cpu", "meta"):
         raise NotCompilable(f"weights are not all {dtype} and contiguous on the CPU")
     return weight.detach()
+
+
+def matrix(weight: Any, dtype: torch.dtype) -> Weight:
+    """A plain matrix in place, in rows or in panels; of the matrices of experts, their rows one after another.
+
+    Raises:
+        NotCompilable: see `plain`.
+    """
+    if not hasattr(weight, "as_weight"):
+        return Weight(plain(weight, dtype).flatten(0, -2), None, None)
+    whole: Weight = weight.as_weight(None)
+    if whole.values.dtype != dtype:
+        raise NotCompilable(f"it has quantised weights where plain ones of {dtype} stood")
+    return whole
 
 
 def integers(weight: Any) -> tuple[Tensor, Tensor]:

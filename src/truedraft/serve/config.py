@@ -39,7 +39,7 @@ class ServeConfig:
     served_model_name: str | None = _setting(None, "The model's name in the API; by default MODEL.")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.")
     quantize: str | None = _setting(None, "Weights in int8 or int4; exact relative to the quantised model.")
-    release_weights: bool = _setting(False, "Keep weights once, as compiled passes read them; needs torchao.")
+    release_weights: bool = _setting(True, "Keep weights once, in the order in which compiled passes read them.")
     stretched: str | None = _setting(None, "Same text at a larger model's cost: nano at 0.1B or 0.5B.")
     chat_template: str | None = _setting(None, "A file with a chat template, or plain: the messages' text alone.")
 

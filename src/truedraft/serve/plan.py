@@ -45,6 +45,7 @@ def planned(config: ServeConfig) -> Planned:
         Refused: there is no such model, or a drafter lacks its draft model or head.
     """
     target = sized(config.model, config.dtype, config.quantize, config.stretched)
+    target.once = config.release_weights
     length = config.max_model_len or getattr(target.config, "max_position_embeddings", None) or 4096
     text, home = loading.kind_of(target.source) == "text", str(target.device)
     setups = [Setup(target, draft, _free, DRAFTS) for draft in (config.drafts if text else (NONE,))]

@@ -30,6 +30,7 @@ from truedraft.runtime.generate_pass import GeneratePass
 from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
+from truedraft.runtime.released import PanelTensor, bytes_in_panels
 from truedraft.runtime.tokenwise import TokenwisePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
@@ -102,7 +103,7 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
         return layer_types(self.model)
 
     def _long(self) -> int | None:
-        quantised = any(hasattr(p, "qdata") for p in self.model.parameters())
+        quantised = any(hasattr(p, "qdata") and not isinstance(p, PanelTensor) for p in self.model.parameters())
         compiled = not quantised and isinstance(self.runner, CompiledPass | LinearsPass)
         return long_prompt(self.dtype, self.config.hidden_size) if compiled else None
 
@@ -153,7 +154,9 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
 
     @property
     def runtime(self) -> str:
-        notes = [self.fallback_reason or "", str(self._copied) if self._copied else ""]
+        once = bytes_in_panels(self.model)
+        kept = f"{once / 1e6:,.0f} MB of weights kept once, in panels" if once else ""
+        notes = [self.fallback_reason or "", kept, str(self._copied) if self._copied else ""]
         name = self.runner.name if self.view is None else f"{self.runner.under_views} under {self.view.lossy}"
         return f"{name} ({'; '.join(filter(None, notes))})" if any(notes) else name
 
@@ -190,7 +193,8 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     def cost_key(self) -> tuple[str, ...]:
         return (
             type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype),
-            self.model.config._attn_implementation, self.runner.name, "panels" if self._copied else "in place",
+            self.model.config._attn_implementation, self.runner.name,
+            "panels" if self._copied or bytes_in_panels(self.model) else "in place",
             *(() if self.view is None else (repr(self.view),)),
         )  # fmt: skip
 

@@ -29,6 +29,7 @@ from truedraft.drafters._walking import Walk
 from truedraft.drafters.models._reader import loaded
 from truedraft.errors import Refused, why
 from truedraft.runtime.modules import inner_size
+from truedraft.runtime.releasing import keep_originals
 from truedraft.targets.hostable import check_hosted, keeps_states
 from truedraft.targets.kinds import family_of
 from truedraft.tree import Taps
@@ -86,6 +87,7 @@ class Distilling(Learner):
                 f"{self.model} has another tokenizer than the target, and a draft model learns the distributions of "
                 "its own tokens: give one with the target's tokenizer, or leave model= out for a fresh one"
             )
+        keep_originals(student)  # it is trained
         return student.to(self.target.device)
 
     def _fresh(self) -> PreTrainedModel:

@@ -14,6 +14,8 @@ from truedraft.canvas.layout import FIELD, Layout, layout_of
 from truedraft.canvas.targets import CanvasTarget, Variant
 from truedraft.drafters.models._vocabularies import sized
 from truedraft.errors import NoRoom, Refused
+from truedraft.runtime.released import release_weights
+from truedraft.runtime.releasing import released_by_default
 from truedraft.targets._base import Target
 from truedraft.tree import Row
 
@@ -77,6 +79,8 @@ class MaskReader:
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
+            if released_by_default(self.model, self.runtime):
+                release_weights(self.model)
             self._hosted = hosted_canvas(self.model, self.layout, self.runtime)
             self._forget()
 

@@ -20,6 +20,8 @@ from truedraft.errors import NoRoom, Refused
 from truedraft.loading import load
 from truedraft.runtime._base import GreedyChain, TreeGrowth, TreeLimits
 from truedraft.runtime.finite import check_finite
+from truedraft.runtime.released import release_weights
+from truedraft.runtime.releasing import released_by_default
 from truedraft.targets._base import Target
 from truedraft.targets.hosting import hosted
 from truedraft.targets.kinds import family_of
@@ -108,6 +110,8 @@ class Reader:
 
     def _host(self) -> None:
         if self._hosted is None or self._hosted.changed:
+            if released_by_default(self.model, self.runtime):
+                release_weights(self.model)
             made = hosted(self.model, self.runtime)
             if not made.croppable:
                 raise Refused(

@@ -19,6 +19,7 @@ from truedraft.runtime.checkpoints._base import Checkpoint, InBlocks, Integers, 
 from truedraft.runtime.checkpoints._blocks import BLOCKS
 
 FLOATS = ("F32", "F16", "BF16")
+TOGETHER = 1 << 12  # rows that are computed together, for less memory
 DIVISORS = "rope_freqs.weight"
 FACTORS = (8.0, 32.0)  # by which Llama 3.1 and 3.2 stretch the rotary embeddings of Llama 3
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -70,20 +71,30 @@ class Gguf(Checkpoint):
                 return self.weight(name, self._integers(tensor), linear, dtype)
             if name in linear and tensor.tensor_type.name not in FLOATS:
                 self.unpacked.append(name)
-            return self._plain(tensor).to(dtype)
+            return self._plain(tensor, dtype)
 
         found = {names[name]: tensor for name, tensor in self._tensors.items() if name in names}
         return {name: Lazy(partial(read, tensor, name)) for name, tensor in found.items()}
 
     def _integers(self, tensor: Any) -> Integers | InBlocks:
-        rows = self._processed(numpy.arange(len(tensor.data))[:, None], tensor.name)
         integers = BLOCKS[tensor.tensor_type.name](torch.from_numpy(tensor.data.copy()))
-        return integers.rows(torch.from_numpy(rows[:, 0].copy()))
+        order = self._order(tensor)
+        return integers if order is None else integers.rows(torch.from_numpy(order))
 
-    def _plain(self, tensor: Any) -> Tensor:
+    def _plain(self, tensor: Any, dtype: torch.dtype) -> Tensor:
         from gguf import dequantize
 
-        return torch.from_numpy(self._processed(dequantize(tensor.data, tensor.tensor_type), tensor.name).copy())
+        data, kind = tensor.data, tensor.tensor_type
+        if data.ndim != 2 or self._order(tensor) is not None:
+            return torch.from_numpy(self._processed(dequantize(data, kind), tensor.name).copy()).to(dtype)
+        parts = (dequantize(data[start : start + TOGETHER], kind) for start in range(0, len(data), TOGETHER))
+        return torch.cat([torch.tensor(part, dtype=dtype) for part in parts])
+
+    def _order(self, tensor: Any) -> Any:
+        """The order in which `transformers` has the rows of a matrix; None where it is that of the file."""
+        before = numpy.arange(len(tensor.data))
+        rows = self._processed(before[:, None], tensor.name)[:, 0]
+        return None if numpy.array_equal(rows, before) else rows.copy()
 
     def _processed(self, weights: Any, name: str) -> Any:
         """As `transformers` has them: rows of queries and keys in another order, or norms without the one added."""

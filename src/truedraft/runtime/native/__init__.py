@@ -267,6 +267,7 @@ def _loaded() -> ctypes.CDLL:
         ("trees", c_int32, [*of_pass, POINTER(TreeArguments)]),
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
         ("panels", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
+        ("rows", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),

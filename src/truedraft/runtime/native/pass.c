@@ -583,7 +583,7 @@ typedef struct {
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale; of plain weights, of 2^shift
                                            columns that are added up first */
-  const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, and positions or NULL;
+  const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, in rows or panels, and positions or NULL;
                                            SCAN: logarithms of rates (head, in); UNIT: of channels (in,);
                                            ATTEND: keys and values in fewer bits, in panels of `form`, `apart` places of
                                            each slot and head, or NULL */
@@ -732,9 +732,20 @@ AVX2 IN __m256 row8(const void *row, int64_t k, int64_t width, int narrow) {
   return _mm256_loadu_ps(part);
 }
 
+/* As row8, of a row of a table in panels whose first word of 32 bits is given: a number, or two of bf16. */
+AVX2 IN __m256 panel8(const uint32_t *words, int64_t k, int64_t width, int narrow) {
+  uint32_t part[L] = {0};
+  const int64_t each = narrow ? 2 : 1, first = k / each, end = (width + each - 1) / each;
+  for (int64_t i = 0; i < L / each && first + i < end; i++) part[i] = words[(first + i) * PANEL];
+  return row8(part, 0, L, narrow);
+}
+
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4), token = pass->embeds ? 0 : pass->token[node];
   const int further = !pass->embeds && op->heads && token >= op->heads;
+  const int panels = op->form >= PANELS && !pass->embeds && !further;
+  const uint32_t *words = (const uint32_t *)op->weight +
+                          (panels ? token / PANEL * PANEL * (op->narrow ? (width + 1) / 2 : width) + token % PANEL : 0);
   const char *row = further && op->offsets ? (const char *)op->offsets + (token - op->heads) * bytes
                                            : (const char *)op->weight + (further ? 0 : token) * bytes;
   const void *given = pass->embeds ? (const void *)(pass->embeds + node * width) : row;
@@ -747,7 +758,7 @@ AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   }
   float *y = ROW(op->dst, node);
   for (int64_t k = 0; k < width; k += L) {
-    __m256 v = row8(given, k, width, narrow);
+    __m256 v = panels ? panel8(words, k, width, narrow) : row8(given, k, width, narrow);
     if (scaled) v = rounded8(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     if (placed) v = rounded8(_mm256_add_ps(v, row8(placed, k, width, op->narrow)), op->narrow);
     _mm256_storeu_ps(y + k, v);
@@ -1171,8 +1182,8 @@ AVX2 static void by_head(const Op *op, const Pass *pass, int64_t head, Part node
   worker->op = NULL;
 }
 
-/* Transposes eight rows, `from` apart, of eight numbers of 32 bits; the rows of the result are PANEL apart. */
-AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to) {
+/* Transposes eight rows, `from` apart, of eight numbers of 32 bits; the rows of the result are `apart` apart. */
+AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to, int64_t apart) {
   __m256 r[8], t[8];
   UNROLL for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float *)(rows + i * from));
   UNROLL for (int i = 0; i < 8; i += 2) {
@@ -1184,8 +1195,8 @@ AVX2 IN void transpose8(const uint32_t *rows, int64_t from, uint32_t *to) {
     r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
   }
   UNROLL for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps((float *)(to + i * PANEL), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps((float *)(to + (i + 4) * PANEL), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    _mm256_storeu_ps((float *)(to + i * apart), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps((float *)(to + (i + 4) * apart), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
 
@@ -1197,7 +1208,7 @@ AVX2 static void to_panels(const uint32_t *rows, int64_t n, int64_t width, int64
     const int64_t left = n - first;
     int64_t k = 0;
     if (left >= L)
-      for (; k + L <= width; k += L) transpose8(from + k, width, to + k * PANEL);
+      for (; k + L <= width; k += L) transpose8(from + k, width, to + k * PANEL, PANEL);
     for (; k < width; k++)
       for (int64_t i = 0; i < L; i++) to[k * PANEL + i] = i < left ? from[i * width + k] : 0;
     if (first % PANEL == 0 && left <= L)
@@ -1952,7 +1963,8 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
   switch (op->kind) {
     case EMBED:
       return fits(pass, op->dst, op->in, nodes) && (op->weight || pass->embeds) &&
-             (!op->second || (op->out > 0 && op->shift >= 0));
+             (!op->second || (op->out > 0 && op->shift >= 0)) &&
+             (op->form < PANELS || (op->form == (op->narrow ? PANEL_BFLOAT : PANEL_FLOAT) && !op->heads));
     case RMS_NORM:
     case LAYER_NORM: {
       const int64_t parts = op->kind == RMS_NORM && op->heads ? op->heads : 1;
@@ -2207,8 +2219,7 @@ static void integer_panel(const int8_t *rows, int64_t n, int64_t in, int nibbles
 typedef struct {
   int form;
   int64_t out, in, row, panel; /* bytes of a row and of a panel */
-  const char *rows;
-  char *panels;
+  char *rows, *panels;
 } Copied;
 
 static void copy_panels(void *given, int self, int threads) {
@@ -2223,6 +2234,26 @@ static void copy_panels(void *given, int self, int threads) {
   }
 }
 
+/* A panel to the first n of its rows, of `width` numbers of 32 bits each. */
+AVX2 static void from_panel(const uint32_t *panel, int64_t n, int64_t width, uint32_t *to) {
+  for (int64_t i = 0; i < n; i += L) {
+    int64_t k = 0;
+    if (i + L <= n)
+      for (; k + L <= width; k += L) transpose8(panel + k * PANEL + i, PANEL, to + i * width + k, width);
+    for (; k < width; k++)
+      for (int64_t row = i; row < n && row < i + L; row++) to[row * width + k] = panel[k * PANEL + row];
+  }
+}
+
+static void copy_rows(void *given, int self, int threads) {
+  const Copied *c = given;
+  const int64_t panels = (c->out + PANEL - 1) / PANEL;
+  for (int64_t p = panels * self / threads; p < panels * (self + 1) / threads; p++) {
+    const int64_t n = c->out - p * PANEL < PANEL ? c->out - p * PANEL : PANEL;
+    from_panel((const uint32_t *)(c->panels + p * c->panel), n, c->row / 4, (uint32_t *)(c->rows + p * PANEL * c->row));
+  }
+}
+
 /* Weights (out, in) in rows to panels of this form. `in` is even in bf16, a multiple of four in bytes, and of eight for four
    bits. Returns as truedraft_pass. */
 int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *panels, int threads) {
@@ -2230,7 +2261,17 @@ int truedraft_panels(int form, const void *rows, int64_t out, int64_t in, void *
   if (!within(form, PANELS, PANEL_INT4) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
   if (in % columns_of[form]) return BAD_OP;
   const int64_t row = form == PANEL_INT4 ? in : in * bits_of[form] / 8, panel = PANEL * in * bits_of[form] / 8;
-  in_team(threads, copy_panels, &(Copied){form, out, in, row, panel, rows, panels});
+  in_team(threads, copy_panels, &(Copied){form, out, in, row, panel, (char *)rows, panels});
+  return FITS;
+}
+
+/* The reverse of it, for plain weights. */
+int truedraft_rows(int form, const void *panels, int64_t out, int64_t in, void *rows, int threads) {
+  if (!within(threads, 1, MOST_THREADS)) return BAD_THREADS;
+  if (!within(form, PANELS, PANEL_BFLOAT) || !within(out, 1, MOST) || !within(in, 1, MOST) || !rows || !panels) return BAD_OP;
+  if (in % columns_of[form]) return BAD_OP;
+  const int64_t row = in * bits_of[form] / 8;
+  in_team(threads, copy_rows, &(Copied){form, out, in, row, PANEL * row, rows, (char *)panels});
   return FITS;
 }
 
