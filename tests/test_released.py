@@ -19,6 +19,7 @@ from truedraft.runtime import released as in_panels
 from truedraft.runtime.panels import panels
 from truedraft.runtime.processors import processor
 from truedraft.runtime.released import PanelTensor, bytes_in_panels, release_weights
+from truedraft.runtime.releasing import in_call
 from truedraft.runtime.weights import Weight
 
 pytestmark = pytest.mark.skipif(
@@ -51,7 +52,7 @@ def test_it_is_the_matrix_that_was_given(shape: tuple[int, ...], dtype: torch.dt
         bias = torch.randn(len(plain)).to(dtype)
         expected = nn.functional.linear(x, plain, bias)
         assert torch.equal(nn.functional.linear(x, one, bias), expected)
-        with torch.no_grad():
+        with torch.no_grad(), in_call():
             found = nn.functional.linear(x, one, bias)
         assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.1) * expected.abs().max()
         ids = torch.randint(len(plain), (3, 4))
@@ -65,7 +66,7 @@ def test_texts_have_the_same_bits(architecture: str, dtype: torch.dtype) -> None
     scores = dict(return_dict_in_generate=True, output_logits=True)
     own, ids = model.generate(**given(model, 3)), torch.arange(1, 49).repeat(2, 1)
     with torch.no_grad():
-        logits = model(input_ids=ids).logits
+        logits, of_few = model(input_ids=ids).logits, model(input_ids=ids[:1, :3]).logits
     before = truedraft.accelerate(model, strict=True).generate(**given(model, 3), **scores)
     bytes_before = sum(weight.nbytes for weight in model.parameters())
     fast = truedraft.accelerate(model, strict=True, release_weights=True)
@@ -75,10 +76,11 @@ def test_texts_have_the_same_bits(architecture: str, dtype: torch.dtype) -> None
     assert ("kept once" in fast.report().runtime) == bool(bytes_in_panels(model))
     assert torch.equal(before.sequences, after.sequences)
     assert all(torch.equal(a, b) for a, b in zip(before.logits, after.logits, strict=True))
-    if dtype == torch.float32:
-        assert torch.equal(model.generate(**given(model, 3)), own), "its own generate goes on"
+    assert torch.equal(model.generate(**given(model, 3)), own), "its own generate is that of transformers"
     with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, logits), "many vectors are multiplied by torch"
+        assert torch.equal(model(input_ids=ids).logits, logits) and torch.equal(model(ids[:1, :3]).logits, of_few)
+    assert torch.equal(fast.generate(**given(model, 3)), before.sequences)
+    assert ("made once more" in fast.report().runtime) == bool(bytes_in_panels(model))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from truedraft.errors import Refused
+from truedraft.runtime.releasing import in_call
 
 
 class CallLock:
@@ -65,7 +66,7 @@ def exclusive(parts: Sequence[Any]) -> Iterator[None]:
     """
     _thread.calls += 1
     try:
-        with also_exclusive(parts):
+        with also_exclusive(parts), in_call():
             yield
     finally:
         _thread.calls -= 1
@@ -100,7 +101,7 @@ def _lock_of(part: Any) -> CallLock:
 def defaults() -> Iterator[None]:
     """torch's default settings in place of the caller's: the CPU as default device, and no inference mode, because
     later calls write to tensors that are created here."""
-    with ExitStack() as stack:
+    with in_call(), ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())

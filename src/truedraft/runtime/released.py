@@ -5,6 +5,9 @@ weight, one after another, so that no more than one is held twice. For torch it 
 vectors is compiled, and for any other operation the matrix is made first, bit for bit. What would write to it, save it
 or train it is refused.
 
+This is for truedraft's own calls. Where the model is called by its owner (`model.generate`, `model(ids)`), the matrices
+are made once more and kept, so that a text is always compared with that of the model itself, at its own speed.
+
 Weights of a file that is mapped into memory, as those of safetensors are, share their mapping with the tensors that
 stay: the pages of the others are given back.
 """
@@ -28,7 +31,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime.linears import Product
 from truedraft.runtime.panels import ROWS, columns_of, floats_of, panels
-from truedraft.runtime.releasing import copies_weights, releasable, weight_of
+from truedraft.runtime.releasing import copies_weights, is_in_call, releasable, weight_of
 from truedraft.runtime.weights import Weight
 
 UNMAP = 4  # MADV_DONTNEED of Linux
@@ -53,6 +56,7 @@ class PanelTensor(Tensor):
     """
 
     scale: ClassVar[None] = None
+    made: Tensor | None = None  # the matrix for calls of the model's owner
 
     @staticmethod
     def __new__(cls, qdata: Tensor, shape: torch.Size, dtype: torch.dtype) -> PanelTensor:
@@ -80,6 +84,15 @@ class PanelTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix, in a dtype, by default its own: the weight that was given, bit for bit."""
         return floats_of(self.as_weight(None)).view(self.shape).to(dtype or self.dtype)
+
+    @property
+    def own(self) -> Tensor:
+        """The matrix for an operation: in a call of truedraft made for it, else kept."""
+        if is_in_call():
+            return self.dequantize()
+        if self.made is None:
+            self.made = self.dequantize()
+        return self.made
 
     def looked_up(self, ids: Tensor) -> Tensor:
         """The rows of these numbers, (*ids, columns)."""
@@ -113,7 +126,7 @@ class PanelTensor(Tensor):
         if func is aten.clone.default:
             return PanelTensor(one.qdata.clone(), one.shape, one.dtype)
         if func is aten.select.int and one.ndim == 3 and args[1] == 0:
-            return one.expert(args[2] % len(one))
+            return one.expert(args[2] % len(one)) if is_in_call() else one.own[args[2]]
         written = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
         if any(_has_panels(args[i]) for i in written if i < len(args)):
             raise Refused(KEPT_ONCE.format("written to or trained"))
@@ -125,7 +138,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrix: PanelTensor) -> Tensor:
-        return matrix.dequantize()
+        return matrix.own.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -133,10 +146,10 @@ class _Frozen(torch.autograd.Function):
 
 
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """A product; with gradients, many vectors or other dtypes it is torch's."""
+    """A product; that of the model's owner, and with gradients, many vectors or other dtypes, is torch's."""
     if not isinstance(weight, PanelTensor):
         return linear(*_plain((x, weight, bias)))
-    if x.numel() < MANY * x.shape[-1] and not x.shape[-1] % 16:
+    if is_in_call() and x.numel() < MANY * x.shape[-1] and not x.shape[-1] % 16:
         product = Product(native.library(), weight.as_weight(None), weight.dtype)
         if product.takes(x):
             return product(x) if bias is None else product(x) + bias
@@ -153,7 +166,7 @@ def _with_gradient(weight: PanelTensor) -> Tensor:
     """The matrix, whose gradient is refused where the weight should have one."""
     if torch.is_grad_enabled() and weight.requires_grad:
         return _Frozen.apply(weight)
-    return weight.detach().dequantize()
+    return weight.own.detach()
 
 
 def _has_panels(argument: Any) -> bool:
@@ -163,7 +176,7 @@ def _has_panels(argument: Any) -> bool:
 
 def _plain(arguments: Any) -> Any:
     """Arguments with the matrices that stand in panels."""
-    return tree_map_only(PanelTensor, PanelTensor.dequantize, arguments)
+    return tree_map_only(PanelTensor, lambda weight: weight.own, arguments)
 
 
 def release_weights(model: nn.Module) -> int:
@@ -204,6 +217,12 @@ def _moved(weight: Tensor, files: list[tuple[int, int]]) -> Tensor:
 def bytes_in_panels(model: nn.Module) -> int:
     """Bytes of the weights of a model that are in panels alone."""
     return sum(weight.qdata.nbytes for weight in model.parameters() if isinstance(weight, PanelTensor))
+
+
+def bytes_made(model: nn.Module) -> int:
+    """Bytes of these weights that were made once more, for calls of the model by its owner."""
+    made = [weight.made for weight in model.parameters() if isinstance(weight, PanelTensor)]
+    return sum(matrix.nbytes for matrix in made if matrix is not None)
 
 
 def trim() -> None:

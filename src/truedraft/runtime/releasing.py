@@ -6,6 +6,9 @@ replaced by the copies (`released.py`); the weights of a model that was given ar
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +22,28 @@ from truedraft.runtime.programs import programs_of
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, linear_weight
 
 Holders = list[tuple[nn.Module, str]]  # the modules that have a weight, and its names there
+
+
+class _Thread(threading.local):
+    calls = 0  # of truedraft that it is in
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def in_call() -> Iterator[None]:
+    """A call of truedraft, in which the forward of a model is not used by its owner."""
+    _thread.calls += 1
+    try:
+        yield
+    finally:
+        _thread.calls -= 1
+
+
+def is_in_call() -> bool:
+    return _thread.calls > 0
+
 
 _LOADED: WeakSet[nn.Module] = WeakSet()
 

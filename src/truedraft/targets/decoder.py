@@ -30,7 +30,7 @@ from truedraft.runtime.generate_pass import GeneratePass
 from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
-from truedraft.runtime.released import PanelTensor, bytes_in_panels
+from truedraft.runtime.released import PanelTensor, bytes_in_panels, bytes_made
 from truedraft.runtime.tokenwise import TokenwisePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
@@ -156,6 +156,8 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     def runtime(self) -> str:
         once = bytes_in_panels(self.model)
         kept = f"{once / 1e6:,.0f} MB of weights kept once, in panels" if once else ""
+        if made := bytes_made(self.model):
+            kept += f", {made / 1e6:,.0f} MB of them made once more for calls of the model itself"
         notes = [self.fallback_reason or "", kept, str(self._copied) if self._copied else ""]
         name = self.runner.name if self.view is None else f"{self.runner.under_views} under {self.view.lossy}"
         return f"{name} ({'; '.join(filter(None, notes))})" if any(notes) else name
