@@ -122,6 +122,18 @@ def test_large_weights_are_moved_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(model.get_parameter(name).float(), weight), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wrong_product_is_noticed_before_its_matrix_is_let_go(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on the checks of a hosted model multiply by the same code."""
+    model = tiny.__wrapped__("llama", dtype)
+    made = in_panels.panels
+    monkeypatch.setattr(in_panels, "panels", lambda weight: made(Weight(weight.values.roll(1, 1), None, None)))
+    with pytest.raises(Refused, match="compiled products differ from those of torch"):
+        truedraft.accelerate(model, release_weights=True)
+
+
 @pytest.mark.parametrize("draft", ["int8-self", "int4-self", "early-exit"])
 def test_drafts_of_views(draft: str) -> None:
     model = tiny.__wrapped__("llama", torch.float32)

@@ -31,7 +31,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime.linears import Product
 from truedraft.runtime.panels import ROWS, columns_of, floats_of, panels
-from truedraft.runtime.releasing import copies_weights, is_in_call, releasable, weight_of
+from truedraft.runtime.releasing import copies_weights, in_call, is_in_call, releasable, weight_of
 from truedraft.runtime.weights import Weight
 
 UNMAP = 4  # MADV_DONTNEED of Linux
@@ -39,6 +39,7 @@ PAGE_OUT = 21  # MADV_PAGEOUT of Linux, from 5.4 on
 THERE, OF_FILE = 1 << 63 | 1 << 62, 1 << 61  # bits of a page in pagemap
 TOGETHER = 1 << 14  # rows that are moved together, whole panels of them
 MANY = 64  # vectors for which torch's product with the matrix is faster, the making of it included
+ALIKE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # difference of products, in the largest number
 KEPT_ONCE = (
     "the weights of this model are kept once, in the order in which compiled passes read them, and cannot be {}: load "
     "it again, and accelerate(release_weights=False)"
@@ -203,15 +204,34 @@ def release_weights(model: nn.Module) -> int:
 
 
 def _moved(weight: Tensor, files: list[tuple[int, int]]) -> Tensor:
-    """The panels of a weight whose pages are given back part by part, as they are made."""
-    parts = weight.split(TOGETHER)
+    """The panels of a weight whose pages are given back part by part, as they are made.
+
+    Raises:
+        Refused: a compiled product with them is not that of torch with the weight.
+    """
+    parts, expected = weight.split(TOGETHER), list[Tensor]()
+    x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     first = panels(Weight(parts[0], None, None)).values
     made = first if len(parts) == 1 else first.new_empty(-(-len(weight) // ROWS), *first.shape[1:])
     for i, part in enumerate(parts):
         if len(parts) > 1:
             made[TOGETHER // ROWS * i :][: TOGETHER // ROWS] = panels(Weight(part, None, None)).values
+        expected.append(linear(x, part))
         _give_back(part, files)
+    _check(PanelTensor(made, weight.shape, weight.dtype), x, torch.cat(expected, 1))
     return made
+
+
+def _check(kept: PanelTensor, x: Tensor, expected: Tensor) -> None:
+    """Compare a product before its matrix is let go: from then on, checks of the model multiply by the same code."""
+    with in_call():
+        found = _linear(x, kept)
+    largest = expected.abs().max()
+    if largest.isfinite() and not (found - expected).abs().max() <= ALIKE[kept.dtype] * largest:
+        raise Refused(
+            "compiled products differ from those of torch on this processor: accelerate(release_weights=False, "
+            'runtime="stock"), and report it'
+        )
 
 
 def bytes_in_panels(model: nn.Module) -> int:
