@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -26,9 +27,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@cache
 def wide(name: str = "llama") -> PreTrainedModel:
     with mock.patch.dict(ARCHITECTURES, {name: {**ARCHITECTURES[name], **WIDE}}):
-        return tiny(name, torch.bfloat16, 1.5)
+        made: PreTrainedModel = tiny.__wrapped__(name, torch.bfloat16, 1.5)
+    return made
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite"])

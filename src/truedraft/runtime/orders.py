@@ -25,25 +25,8 @@ COLUMNS = 512, 0, 256, 1024  # that a product may add up first, in the order in 
 RESULTS = 1 << 13  # of a layer that are compared at least, for each number of columns
 LARGE = 1 << 25  # weights of a layer
 
-KEYS = (
-    *range(1, 21),
-    31,
-    32,
-    33,
-    47,
-    48,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    511,
-    512,
-    513,
-    700,
-    1025,
-)  # whose attention is compared
+# whose attention is compared
+KEYS = (*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 127, 128, 129, 511, 512, 513, 700, 1025)
 FEW = 83  # keys where the sum of a softmax is compared
 MANY = 300, 301, 302, 303, 306, 307  # and sums of products, of which torch adds up four together and then the others
 GREATER = 2.0**16  # what numbers are multiplied by that cancel each other
