@@ -5,8 +5,9 @@
 Calls with drafts, under the cost control, and calls without alternate in random order on the same prompt. `fresh`: the
 first call of an accelerated model on a machine that has stored no times of passes; `stored`: the first call where all
 were stored; `warm`: calls of a model that has made others, with what its drafters learnt forgotten, so that they copy
-from the prompt and the text alone. The ratio is the time without drafts over that with drafts, prompts included; a
-second side without drafts is the control of the measurement. The text of all sides must be the same.
+from the prompt and the text alone. The ratio is the time without drafts over that with drafts, prompts included, of the
+least times of all rounds, since other work only adds time; medians of the rounds are kept too. A second side without
+drafts is the control of the measurement. The text of all sides must be the same.
 """
 
 from __future__ import annotations
@@ -112,14 +113,15 @@ def calls(sides: Sides, state: str, inputs: dict[str, Any], args: argparse.Names
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ratio by cell: medians over rounds, of the drafts and of the control."""
+    """The ratios by cell, of the drafts and of the control: of the least times over rounds, and their medians."""
     cells: dict[str, Any] = {}
     for state, kind in dict.fromkeys((row["state"], row["kind"]) for row in rows):
         own = [row for row in rows if (row["state"], row["kind"]) == (state, kind)]
-        ratio = {
-            name: statistics.median(row["seconds"]["none"] / row["seconds"][name] for row in own)
-            for name in ("drafts", "control")
-        }
+        ratio: dict[str, float] = {}
+        for name in ("drafts", "control"):
+            none, other = ([row["seconds"][side] for row in own] for side in ("none", name))
+            ratio[name] = min(none) / min(other)
+            ratio[f"median {name}"] = statistics.median(a / b for a, b in zip(none, other, strict=True))
         per_pass = statistics.median(row["report"]["tokens"] / row["report"]["passes"] for row in own)
         cells[f"{state} {kind}"] = {**ratio, "tokens_per_pass": per_pass}
     return cells

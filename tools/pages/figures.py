@@ -570,16 +570,8 @@ def never_slower() -> list[str]:
                     f"{cells[-1]['tokens_per_pass']:.2f}", f"{of_control:.2f}",
                 ]
             )  # fmt: skip
-    head = [
-        "model",
-        "request",
-        "first call",
-        "first, times stored",
-        "later",
-        "tokens per pass, later",
-        "none over none",
-    ]
-    return _table(head, table)
+    states_as = ["first call", "first, times stored", "later"]
+    return _table(["model", "request", *states_as, "tokens per pass, later", "none over none"], table)
 
 
 def whole_calls() -> list[str]:
