@@ -500,6 +500,24 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #undef STEPS_TOGETHER
 #include "twice.inc"
 #include "madd.inc"
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define KNOWS_AVX_VNNI
+#define SET(name) name##_vex
+#define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#include "half_vnni.inc"
+#endif
+
+/* The same instruction as AVX512-VNNI encodes it, with registers and all else of AVX2: for tests, and to measure it. */
+AVX2 IN __m256i dpbusd_evex(__m256i acc, __m256i w, __m256i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
+  return acc;
+}
+
+#define SET(name) name##_evex
+#define TARGET AVX2
+#define DPBUSD dpbusd_evex
+#include "half_vnni.inc"
 #else
 #include "neon_bf16.inc"
 #include "twice.inc"
@@ -2321,8 +2339,16 @@ int64_t truedraft_layout(void) {
   (by_integers[PANEL_INT8] = panels_int8_##set, by_integers[PANEL_INT4] = panels_int4_##set,                             \
    by_integers[PANEL_BLOCKS] = panels_blocks_##set, fix = to_blocks_##set)
 
-/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 5 AVX-512, without products of
-   integers; 6 also those for bf16 and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
+#ifdef KNOWS_AVX_VNNI
+static int has_avx_vnni(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+}
+#endif
+
+/* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 3 also AVX-VNNI; 4 the same in the
+   encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also those for bf16
+   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
@@ -2337,6 +2363,20 @@ int truedraft_choose(int wanted) {
   attend_as_alone = wide ? attend_alone : NULL;
   if (wide) USE(avx512, 16);
   else USE(avx2, 8), USE_INTEGERS(pairs);
+  if (wanted == 4 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+    USE_INTEGERS(evex);
+    by_pairs = 0;
+    for_plain = 1;
+    return 4;
+  }
+#ifdef KNOWS_AVX_VNNI
+  if (wanted >= 3 && !wide && has_avx_vnni()) {
+    USE_INTEGERS(vex);
+    by_pairs = 0;
+    for_plain = 1;
+    return 3;
+  }
+#endif
   if (units) USE_FOR_BF16(units);
   if (units && wanted >= 7 && has_tiles()) {
     USE_FOR_BF16(tiles);
