@@ -44,6 +44,7 @@ from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
+from truedraft.runtime.released import bring_back
 from truedraft.runtime.released import release_weights as released
 from truedraft.runtime.releasing import released_by_default
 from truedraft.standin import StandIn, renewed
@@ -285,7 +286,7 @@ class Accelerated(StandIn):
         drafter = fitted(self._drafter_of(generation_config, call), self.target, self.tokenizer)
         rule = rule_for(self.rule, bool(generation_config.do_sample), drafter)
 
-        memory = Room(self.target, drafter.width + extra_probes(rule, drafter.width), self.ties)
+        memory = Room(self.target, lambda: drafter.width + extra_probes(rule, drafter.width), self.ties)
         request = request_of(prepared, call, self.target, self.tokenizer, drafter, rule, self.ties, memory.reserve)
         rows, laws, stops, history = request.rows, request.laws, request.stops, request.history
         self._report = report = reports.new_report(self.target, drafter, rule, self.control, watch.seconds)
@@ -359,6 +360,7 @@ def _change_weights(model: Any, quantize: str | None, release_weights: bool | No
     if quantize is not None or release_weights:
         check_hosted(model)
     if quantize is not None:
+        bring_back(model)
         quantized(model, quantize)
     if released_by_default(model, runtime, ties) if release_weights is None else release_weights:
         released(model)

@@ -8,6 +8,7 @@ which is read again later, with the same text.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from math import inf
 
 from truedraft.caches.pool import Pool, units
@@ -77,11 +78,11 @@ class Room:
     """The memory of a call's rows: for all of them at once, or where that is too little, for rows in turns.
 
     Args:
-        more: positions that a pass writes behind the tokens of a row at most.
+        more: tells how many positions a pass writes behind the tokens of a row at most.
         ties: see `accelerate`.
     """
 
-    def __init__(self, target: Target, more: int, ties: str):
+    def __init__(self, target: Target, more: Callable[[], int], ties: str):
         self._target, self._more = target, more
         self._in_turns = ties == "keep" and target.granularity is not None
         self._pool: tuple[int, int] | None = None  # rows at once, and bytes in all
@@ -93,20 +94,21 @@ class Room:
         Raises:
             NoRoom: not even one of them fits, or they cannot run in turns.
         """
+        length = tokens + self._more()
         try:
-            self._target.reserve(rows, tokens + self._more)
+            self._target.reserve(rows, length)
         except NoRoom as error:
             if not self._in_turns or rows == 1:
                 raise
             self._lack = error
-            self._pool = self._shared(rows, tokens)
+            self._pool = self._shared(rows, tokens, length)
 
-    def _shared(self, rows: int, tokens: int) -> tuple[int, int]:
+    def _shared(self, rows: int, tokens: int, length: int) -> tuple[int, int]:
         try:
-            return reserved(self._target, rows, tokens, tokens + self._more, 0, None, UTILIZATION)
+            return reserved(self._target, rows, tokens, length, 0, None, UTILIZATION)
         except NoRoom:
-            self._target.reserve(1, tokens + self._more)  # its sentence is that of a single row
-            return 1, self._target.position_bytes * units(tokens + self._more)
+            self._target.reserve(1, length)  # its sentence is that of a single row
+            return 1, self._target.position_bytes * units(length)
 
     @property
     def notes(self) -> list[str]:

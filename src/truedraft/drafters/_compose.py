@@ -81,7 +81,7 @@ class Many(Joint):
 
     @property
     def width(self) -> int:
-        return max([part.width for part in self._parts])
+        return max([part.width for part in self.parts], default=0)
 
     def propose(self, rows: Sequence[Row], budget: Sequence[int]) -> list[DraftTree]:
         if not any(budget):

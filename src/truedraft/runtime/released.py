@@ -203,6 +203,17 @@ def release_weights(model: nn.Module) -> int:
     return replaced
 
 
+def bring_back(model: nn.Module) -> None:
+    """The weights as they were before `release_weights`, bit for bit, for what changes them."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, PanelTensor):
+                if id(weight) not in made:
+                    made[id(weight)] = nn.Parameter(weight.dequantize(), weight.requires_grad)
+                module._parameters[name] = made[id(weight)]
+
+
 def _moved(weight: Tensor, files: list[tuple[int, int]]) -> Tensor:
     """The panels of a weight whose pages are given back part by part, as they are made.
 
