@@ -176,7 +176,7 @@ def halves(found: Reduction) -> float:
     return 0.3 if 0 in found.attention | found.feed_forward else 1 + len(found.attention) + len(found.feed_forward)
 
 
-SEARCHES = ["sleb:share=0.5", "d3", "draft-and-verify:trials=30", "knn-ssd:trials=30,centroids=1", "ffn-skipllm:ends=0"]
+SEARCHES = ["sleb:share=0.5", "d3", "draft-and-verify:trials=14", "knn-ssd:trials=14,centroids=1", "ffn-skipllm:ends=0"]
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -205,7 +205,7 @@ def test_a_hopeless_search_ends_early_and_says_why(name: str) -> None:
 def test_a_subject_that_can_spare_nothing_drafts_by_the_set_of_all() -> None:
     evaluator = with_subjects(halves)
     evaluator.subjects["sums"].score = lambda found: 0.4
-    record = registry.load("views", "knn-ssd:trials=30,centroids=1").calibrate(evaluator)
+    record = registry.load("views", "knn-ssd:trials=14,centroids=1").calibrate(evaluator)
     assert record["subjects"]["sums"]["layers"] == record["layers"] != ""
 
 

@@ -52,6 +52,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "peers": lambda document, *which: figures.peers(*which),
     "real": lambda document, model: figures.real(model),
     "quantised": lambda document: figures.quantised(),
+    "audited": lambda document: figures.audited(),
     "answers": lambda document: figures.answers(),
     "widths": lambda document: figures.widths(),
     "never-slower": lambda document: figures.never_slower(),

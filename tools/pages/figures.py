@@ -510,6 +510,30 @@ def real(model: str) -> list[str]:
     return _table([*head, "after the first token"], table)
 
 
+def audited() -> list[str]:
+    """Long audits of real models: tokens compared with the model's own forward, and with plain decoding."""
+    table = []
+    for run in _results("audited", "runs"):
+        found = run["found"]
+        table.append([
+            f"{run['model']}, {run['dtype'].removeprefix('torch.')}{', int8' * (run['weights'] == 'int8')}",
+            f"{run['tokens']:,}",
+            *(f"{found.get(f'{kind} against the forward', 0):,}" for kind in ("equal", "near-ties", "unexplained")),
+            f"{found.get('tokens compared with plain decoding', 0):,}",
+            f"{found.get('batches other than plain decoding', 0)}",
+        ])  # fmt: skip
+    head = [
+        "model",
+        "tokens",
+        "as the forward",
+        "near-ties",
+        "unexplained",
+        "compared with no drafts",
+        "batches that differ",
+    ]
+    return _table(head, table)
+
+
 def quantised() -> list[str]:
     """Files of GGUF by llama.cpp and without drafts here: plain decoding and prompts."""
     rows = [row for row in _results("quantised") if "plain" in row]
