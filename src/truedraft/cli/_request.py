@@ -123,8 +123,9 @@ class Request:
         tokenizer = fast.tokenizer
         assert tokenizer is not None
         if self.chat:
-            if not tokenizer.chat_template:
-                raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
+            from truedraft.text.templates import check_chat
+
+            check_chat(tokenizer)
             encoded: Any = tokenizer.apply_chat_template(
                 [{"role": "user", "content": self.prompt}],
                 add_generation_prompt=True,

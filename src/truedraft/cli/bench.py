@@ -241,14 +241,13 @@ def _in_chat(
     workloads: Sequence[Workload], tokenizer: Any, sources: bool, prompts: Sequence[Path] | None
 ) -> list[Workload]:
     """Workloads whose prompts are messages of a user, in the chat template of the tokenizer."""
-    from truedraft.text.templates import request_text
+    from truedraft.text.templates import check_chat, request_text
 
     if not prompts:
         raise Refused("--chat: requests of the embedded set are in the chat template already; drop --chat")
     if sources:
         raise Refused("--chat: this model is an encoder-decoder, which reads one source; drop --chat")
-    if not tokenizer.chat_template:
-        raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
+    check_chat(tokenizer)
     return [
         replace(load, items=tuple(replace(item, text=request_text(tokenizer, item.text)) for item in load.items))
         for load in workloads

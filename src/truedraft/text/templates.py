@@ -102,6 +102,12 @@ def request_text(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
     return text
 
 
+def check_chat(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises Refused where prompts are to be put into a chat template by `--chat`, and the tokenizer has none."""
+    if not tokenizer.chat_template:
+        raise Refused("--chat: the tokenizer of this model has no chat template; drop --chat")
+
+
 def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> str:
     """The text of the chat template; `with_tools` selects the one for tools, where a tokenizer has several.
 
