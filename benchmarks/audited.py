@@ -72,7 +72,9 @@ def processors(way: str, top_p: float = TOP_P) -> LogitsProcessorList:
 
 
 def prompts_of(path: Path) -> list[str]:
-    """The requests of a file, first turns alone."""
+    """The requests of a file, first turns alone; a file that has no objects of JSON has a request per line."""
+    if path.suffix != ".jsonl":
+        return path.read_text("utf-8").splitlines()
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return [line["turns"][0] if "turns" in line else line.get("prompt") or line["content"] for line in lines]
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,11 +155,37 @@ def test_what_truedraft_loads_is_kept_once(tmp_path: Path) -> None:
     assert bytes_in_panels(draft) > 0 == bytes_in_panels(other), "a draft model too, and not what is to be kept"
 
 
-@pytest.mark.parametrize("settings", [{"ties": "recheck"}, {"runtime": "stock"}, {"runtime": "in-place"}])
-def test_what_needs_the_weights_as_they_were_keeps_them(settings: dict[str, str]) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["first", "after a call that keeps them once"])
+@pytest.mark.parametrize(
+    "settings", [{"ties": "recheck"}, {"runtime": "stock"}, {"runtime": "in-place"}, {"release_weights": False}]
+)
+def test_what_needs_the_weights_as_they_were_has_them(settings: dict[str, Any], before: bool) -> None:
     model, tokenizer = truedraft.load("nano")
+    other, _ = truedraft.load("nano")
+    if before:
+        truedraft.accelerate(model, tokenizer)
+        assert bytes_in_panels(model)
     truedraft.accelerate(model, tokenizer, **settings)
-    assert not bytes_in_panels(model)
+    truedraft.accelerate(model, tokenizer)
+    assert not bytes_in_panels(model), "nor are they replaced by a later call that does not ask for it"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_near_ties_are_decided_by_the_own_products_of_a_model() -> None:
+    """Compiled products of a model whose weights are kept once are not those of `model.generate`."""
+    model, tokenizer = truedraft.load("nano", "bfloat16")
+    asked = dict(tokenizer("One day", return_tensors="pt"), max_new_tokens=80, do_sample=False)
+    expected = model.generate(**asked)
+    fast = truedraft.accelerate(model, tokenizer)
+    other = fast.generate(**asked)
+    rechecking = truedraft.accelerate(model, tokenizer, ties="recheck")
+    assert torch.equal(rechecking.generate(**asked), expected)
+    assert torch.equal(fast.generate(**asked), other)
+    with pytest.raises(Refused, match=r"release_weights=True.*ties='recheck'"):
+        truedraft.accelerate(model, tokenizer, ties="recheck", release_weights=True)
+    truedraft.accelerate(model, tokenizer, release_weights=True)
+    with pytest.raises(Refused, match=r"ties='recheck' needs the model's own products"):
+        rechecking.generate(**asked)
 
 
 def test_a_model_that_was_given_is_not_changed() -> None:

@@ -44,9 +44,9 @@ from truedraft.drafters._compose import name_of
 from truedraft.errors import Refused
 from truedraft.parts import by_model, check_references, drafter_of, fitted, part, parts_of, rule_for, view_of
 from truedraft.runtime.quantize import quantize as quantized
-from truedraft.runtime.released import bring_back
+from truedraft.runtime.released import bring_back, bytes_in_panels
 from truedraft.runtime.released import release_weights as released
-from truedraft.runtime.releasing import released_by_default
+from truedraft.runtime.releasing import keep_originals, released_by_default
 from truedraft.standin import StandIn, renewed
 from truedraft.stats import Pass
 from truedraft.stopwatch import Stopwatch
@@ -95,7 +95,16 @@ class Accelerated(StandIn):
         self._complete()
 
     def _decide_ties(self) -> None:
-        """Let a new target decide as `model.generate` where that was requested and it can; else note why not."""
+        """Let a new target decide as `model.generate` where that was requested and it can; else note why not.
+
+        Raises:
+            Refused: a later call of `accelerate` keeps the weights once, so that the model's own products are gone.
+        """
+        if self.ties == "recheck" and bytes_in_panels(self.model):
+            raise Refused(
+                "ties='recheck' needs the model's own products, and accelerate(release_weights=True) was called since: "
+                "call accelerate(ties='recheck') again"
+            )
         self._why_again = decide_as_generate(self.target) if self.ties == "recheck" else ""
 
     def _call(self) -> AbstractContextManager[None]:
@@ -356,13 +365,23 @@ class Accelerated(StandIn):
 
 
 def _change_weights(model: Any, quantize: str | None, release_weights: bool | None, runtime: str, ties: str) -> None:
-    """Quantise the weights of a model, and keep them once, where that is requested or the default."""
+    """Quantise the weights of a model, keep them once where that is requested or the default, and make them again where
+    an earlier call did so and its own products are needed."""
+    own_products = ties == "recheck" or runtime != "auto"
+    if release_weights and ties == "recheck":
+        raise Refused(
+            "release_weights=True keeps the weights as compiled passes read them, and ties='recheck' needs the model's "
+            "own products: leave one of them out"
+        )
     if quantize is not None or release_weights:
         check_hosted(model)
     if quantize is not None:
         bring_back(model)
         quantized(model, quantize)
-    if released_by_default(model, runtime, ties) if release_weights is None else release_weights:
+    if release_weights is False or (own_products and not release_weights):
+        bring_back(model)
+        keep_originals(model)
+    elif release_weights or released_by_default(model):
         released(model)
 
 

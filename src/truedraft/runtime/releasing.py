@@ -58,10 +58,10 @@ def keep_originals(model: nn.Module) -> None:
     _LOADED.discard(model)
 
 
-def released_by_default(model: nn.Module, runtime: str, ties: str = "keep") -> bool:
-    """Whether a model keeps its weights once where nothing is said of it: truedraft loaded it, and its own forward is
-    needed neither for passes nor for near-ties."""
-    return model in _LOADED and not model.training and runtime == "auto" and ties == "keep"
+def released_by_default(model: nn.Module, runtime: str = "auto") -> bool:
+    """Whether a model keeps its weights once where nothing is said of it: truedraft loaded it, and passes do not need
+    its own forward."""
+    return model in _LOADED and not model.training and runtime == "auto"
 
 
 def copies_weights() -> bool:
