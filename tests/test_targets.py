@@ -70,6 +70,26 @@ def test_a_model_that_ignores_its_mask_is_refused(monkeypatch: pytest.MonkeyPatc
         check_exact(target)
 
 
+def test_a_model_is_asked_for_its_own_decoding_once_while_it_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny.__wrapped__("llama"), list[object]()
+    generate = type(model).generate
+    monkeypatch.setattr(type(model), "generate", lambda *a, **k: asked.append(a) or generate(*a, **k))
+
+    def hosted_again() -> int:
+        before = len(asked)
+        truedraft.accelerate(model, draft=None)
+        return len(asked) - before
+
+    assert hosted_again() and not hosted_again()
+    model.model.norm.variance_epsilon *= 2
+    assert hosted_again() and not hosted_again()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert hosted_again() and not hosted_again()
+    model.lm_head.weight.data.neg_()  # which torch does not count
+    assert hosted_again() and not hosted_again(), "it is not refused for what was remembered"
+
+
 def test_a_cache_that_does_not_fit_is_refused_with_its_bytes() -> None:
     fast = truedraft.accelerate(tiny())
     with pytest.raises(Refused, match=r"needs [\d,]{12,} bytes"):

@@ -13,14 +13,14 @@ from torch import Tensor
 from truedraft.caches.states import StateCache
 from truedraft.errors import Refused
 from truedraft.runtime.forward import ForwardPass
-from truedraft.runtime.seq2seq import EncoderOutput
 from truedraft.targets._base import Target
 from truedraft.targets.decoder import DecoderTarget
 from truedraft.targets.hostable import check_hosted, keeps_states
-from truedraft.targets.inputs import BLANK, OPTIONS
+from truedraft.targets.inputs import BLANK
 from truedraft.targets.kinds import family_of
 from truedraft.targets.quirks import RESTARTING, STATES_OUTSIDE
 from truedraft.targets.recurrent import RecurrentTarget
+from truedraft.targets.remembered import OwnDecoding, forget, generated_logits, own_decoding, plain_logits
 from truedraft.targets.seq2seq import Seq2SeqTarget
 from truedraft.tree import DraftTree, Prompt
 from truedraft.views._base import View
@@ -28,7 +28,6 @@ from truedraft.views._base import View
 KINDS: dict[str, type[DecoderTarget]] = {
     "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
 }  # fmt: skip
-TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}  # settings that prompts depend on
 
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False, view: View | None = None) -> Target:
@@ -91,17 +90,31 @@ def check_exact(target: DecoderTarget) -> None:
         Refused: the model ignores the tree mask or the positions, or its own `generate` fails to continue a text.
     """
     ids = _ids(target, 13)
+    padded = [ids[:4], ids[9:] if target.config.model_type in STATES_OUTSIDE else []]
     try:
-        _compare(target, ids, [ids[:4], ids[9:] if target.config.model_type in STATES_OUTSIDE else []])
+        _compared(target, ids, padded)
     except _Differs:
         if target.reads_sources:
             raise
-        _compare(target, ids, [ids[:4], ids[9:]])
+        _compared(target, ids, [ids[:4], ids[9:]])
         target.pads = False
 
 
+def _compared(target: DecoderTarget, ids: list[int], befores: list[list[int]]) -> None:
+    """The comparison; where it fails with what is remembered of the model, it is made again without that."""
+    own = own_decoding(target.model)
+    known = set(own.logits)
+    try:
+        _compare(target, own, ids, befores)
+    except _Differs:
+        if set(own.logits) != known:  # the model was asked now
+            raise
+        forget(target.model)
+        _compare(target, own_decoding(target.model), ids, befores)
+
+
 @torch.no_grad()
-def _compare(target: DecoderTarget, ids: list[int], befores: list[list[int]]) -> None:
+def _compare(target: DecoderTarget, own: OwnDecoding, ids: list[int], befores: list[list[int]]) -> None:
     """The comparison of `check_exact`, of trees over `ids` behind two texts, the shorter of which `generate` pads."""
     model = target.model
     tree = DraftTree((ids[4], *ids[5:9]), (-1, 0, 0, 1, 2))
@@ -110,9 +123,12 @@ def _compare(target: DecoderTarget, ids: list[int], befores: list[list[int]]) ->
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.25
     texts = [befores[row] + [tree.tokens[i] for i in path] for row, path in cases]
     with _refused(model, "its own decoding of a text fails"):
-        expected = _plain(target, texts, [prompts[row] for row, _ in cases], len(cases[0][1]))
+        of_cases, last = [prompts[row] for row, _ in cases], len(cases[0][1])
+        expected = own.of(texts, lambda: plain_logits(target, texts, of_cases, last))
         _check_numbers(model, expected)
-        target.ignorable = frozenset(_ignorable(target, texts, expected, tolerance))
+        if own.ignorable is None:
+            own.ignorable = frozenset(_ignorable(target, texts, expected, tolerance))
+        target.ignorable = own.ignorable
     form = "tree" if target.branching else "chain"
     with _refused(model, f"a pass over a {form} fails"):
         target.reserve(2, 16)
@@ -120,7 +136,10 @@ def _compare(target: DecoderTarget, ids: list[int], befores: list[list[int]]) ->
             scores = (_on_tree if target.branching else _on_chains)(target, prompts, tree)
         finally:
             target.cache = None
-    _check_reader(target, prompts, expected[::2, 0], tolerance)
+    if target.long is not None:
+        if own.continues is None:
+            own.continues = _continues(target, prompts, expected[::2, 0], tolerance)
+        target.long = target.long if own.continues else None
     found = torch.stack([scores[row, list(path)] for row, path in cases])
     errors = _differences(found, expected)
     rounding = torch.finfo(target.dtype).eps * expected.abs().max()
@@ -180,20 +199,16 @@ def _check_numbers(model: Any, plain: Tensor) -> None:
         )
 
 
-def _check_reader(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tensor, tolerance: float) -> None:
-    """Read long prompts by `runner` too, where the model's own forward over the cache differs from plain decoding.
+def _continues(target: DecoderTarget, prompts: Sequence[Prompt], plain: Tensor, tolerance: float) -> bool:
+    """Whether the model's own forward over the cache, which reads long prompts, agrees with plain decoding.
 
     plain: (rows, V) logits at the last tokens of the prompts.
     """
-    if target.long is None:
-        return
     target.reserve(len(prompts), 16)
     try:
-        scored = target.read(prompts).logits[:, -1].float()
-        if not _difference(scored, plain) <= tolerance:
-            target.long = None
+        return _difference(target.read(prompts).logits[:, -1].float(), plain) <= tolerance
     except Exception:  # it needs inputs that only `generate` passes
-        target.long = None
+        return False
     finally:
         target.cache = None
 
@@ -214,7 +229,7 @@ def _ignorable(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor,
     if target.reads_sources:
         return
     for name in BLANK & inspect.signature(model.forward).parameters.keys():
-        scored = _generated(model, texts, plain.shape[1], target.device, name)
+        scored = generated_logits(model, texts, plain.shape[1], target.device, name)
         if _difference(scored.float(), plain) <= tolerance:
             yield name
 
@@ -229,56 +244,3 @@ def _ids(target: DecoderTarget, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(1, target.vocabulary, (count + 8 * len(special),), generator=generator).tolist()
     return [i for i in drawn if i not in special][:count]
-
-
-def _plain(target: DecoderTarget, texts: Sequence[list[int]], prompts: Sequence[Prompt], last: int) -> Tensor:
-    """Logits of plain decoding at the last tokens of texts, (texts, last, V), fp32; of an encoder-decoder with the
-    sources of the prompts."""
-    model, device = target.model, target.device
-    if prompts[0].states is None:
-        return _generated(model, texts, last, device).float()
-    rows = []
-    for text, prompt in zip(texts, prompts, strict=True):
-        states = EncoderOutput(last_hidden_state=prompt.states[None])  # type: ignore[index]
-        ids = torch.tensor([text], device=device)
-        rows.append(model(encoder_outputs=states, decoder_input_ids=ids, use_cache=False).logits[0, -last:])
-    return torch.stack(rows).float()
-
-
-def _generated(
-    model: Any, texts: Sequence[list[int]], last: int, device: torch.device, blank: str | None = None
-) -> Tensor:
-    """Logits of `generate` at the last tokens of texts, which are forced one by one after padded prompts.
-
-    blank: an input to pass zeros for.
-    """
-    if len(texts) > 1 and model.config.model_type in STATES_OUTSIDE:
-        return torch.cat([_generated(model, [text], last, device, blank) for text in texts])
-    longest = max(map(len, texts))
-    pad = next(i for i in range(longest) if i not in texts[0])
-    ids = torch.tensor([[pad] * (longest - len(text)) + text for text in texts], device=device)
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
-    scores: list[Tensor] = []
-
-    def decode(_: Any, input_ids: Tensor, *criteria: Any, **given: Any) -> Tensor:
-        for n in range(longest - last + 1, longest + 1):
-            step = {"next_sequence_length": 1 if scores else None, "is_first_iteration": not scores}
-            out = model(**model.prepare_inputs_for_generation(ids[:, :n], **step, **given), return_dict=True)
-            scores.append(out.logits[:, -1])
-            given = model._update_model_kwargs_for_generation(out, given, is_encoder_decoder=False)
-        return input_ids
-
-    begun = longest - last + 1
-    zeros = {} if blank is None else {blank: torch.zeros_like(ids[:, :begun])}
-    settings = {**_without_effect(model), "max_length": longest, "use_cache": True}
-    settings |= {"num_beams": 1, "num_return_sequences": 1}
-    model.generate(
-        ids[:, :begun], attention_mask=mask[:, :begun], custom_generate=decode, **settings, **zeros
-    )  # fmt: skip
-    return torch.stack(scores, 1)
-
-
-def _without_effect(model: Any) -> dict[str, Any]:
-    """The settings of a model's own generation config that choose tokens, lengths or ends, as if it had none: some of
-    them need what only a call has, as stop strings need a tokenizer."""
-    return dict.fromkeys(OPTIONS & model.generation_config.to_diff_dict().keys() - TOKENS)
