@@ -292,6 +292,16 @@ def test_bad_words_go_with_constraints(server: Running, plain: Accelerated) -> N
     assert re.fullmatch("[a-z ]+", text) and not re.search(r"\b(park|tree|climb)\b", text)
 
 
+def test_a_bad_word_does_not_end_a_text(server: Running, plain: Accelerated) -> None:
+    body = {"prompt": P, "max_tokens": 40, "temperature": 0, "bad_words": ["."], "return_tokens": True}
+    (end,) = plain.tokenizer(".", add_special_tokens=False).input_ids  # type: ignore[misc]
+    (correct,) = expected(plain, body).tokens
+    (choice,) = completed(server, **body, stop_token_ids=[end])["choices"]
+    assert [token["id"] for token in choice["tokens"]] == correct and end not in correct
+    (choice,) = completed(server, **{**body, "bad_words": None}, stop_token_ids=[end])["choices"]
+    assert choice["tokens"][-1]["id"] == end
+
+
 @pytest.mark.parametrize("words", [[""], ["  "], ["<|end|>"], "park", [5], ["x"] * 2000])
 def test_bad_words_that_are_none(server: Running, words: Any) -> None:
     status, answer = sent(server, "/v1/completions", {"prompt": P, "bad_words": words})
