@@ -130,7 +130,7 @@ def test_a_wrong_product_is_noticed_before_its_matrix_is_let_go(
     """From then on the checks of a hosted model multiply by the same code."""
     model = tiny.__wrapped__("llama", dtype)
     made = in_panels.panels
-    monkeypatch.setattr(in_panels, "panels", lambda weight: made(Weight(weight.values.roll(1, 1), None, None)))
+    monkeypatch.setattr(in_panels, "panels", lambda weight, to: made(Weight(weight.values.roll(1, 1), None, None), to))
     with pytest.raises(Refused, match="compiled products differ from those of torch"):
         truedraft.accelerate(model, release_weights=True)
 

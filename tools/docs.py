@@ -55,6 +55,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "audited": lambda document: figures.audited(),
     "answers": lambda document: figures.answers(),
     "widths": lambda document: figures.widths(),
+    "large-pages": lambda document: figures.large_pages(),
     "never-slower": lambda document: figures.never_slower(),
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),

@@ -564,6 +564,16 @@ def widths() -> list[str]:
     return _table([f"file, {rows[0]['dtype']}", "ms of one token", *rows[0]["widths"]], table)
 
 
+def large_pages() -> list[str]:
+    """Passes over weights in pages of 4 KB, over those in pages of 2 MB."""
+    table = []
+    for row in _results("large_pages"):
+        small, large = row["milliseconds"].values()
+        ratios = (f"{ms / large[width]:.2f}" for width, ms in small.items())
+        table.append([row["model"], f"{row['threads']}", f"{small['1']:.1f}", f"{large['1']:.1f}", *ratios])
+    return _table(["model", "threads", "ms, 4 KB", "ms, 2 MB", *(f"at {width}" for width in small)], table)
+
+
 def answers() -> list[str]:
     """Answers to nine requests by llama.cpp and here, prompts counted."""
     rows = [row for row in _results("quantised") if "answers" in row]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from truedraft.runtime import large_pages
+
 PANEL = 16  # rows
 SUPER = 256  # columns that share a unit of scales
 ROWS = 256  # that are packed together: they fit in a processor's cache
@@ -95,7 +97,7 @@ class Blocks:
     def packed(self) -> Tensor:
         """(panels, bytes) uint8, the last panel filled up with zeros."""
         first = self.rows(slice(ROWS))._panels()
-        made = first.new_empty(-(-len(self.codes) // PANEL), first.shape[1])
+        made = large_pages.empty((-(-len(self.codes) // PANEL), first.shape[1]), first.dtype)
         for start in range(0, len(self.codes), ROWS):
             made[start // PANEL : (start + ROWS) // PANEL] = self.rows(slice(start, start + ROWS))._panels()
         return made

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from truedraft.errors import NoRoom
-from truedraft.runtime import native
+from truedraft.runtime import large_pages, native
 from truedraft.runtime.fingerprint import layout
 from truedraft.runtime.native import Form
 from truedraft.runtime.panel_blocks import Blocks
@@ -128,24 +128,37 @@ def rounded_copies(model: Any, bits: int) -> RoundedCopies:
     return kept[bits]
 
 
-def panels(weight: Weight) -> Weight:
+def panels(weight: Weight, to: Tensor | None = None) -> Weight:
     """A copy of a weight in panels, the last one filled up with zeros: (panels, in, 16) of fp32, (panels, in / 2,
     32) of pairs of bf16, (panels, in / 4, 64) of four columns of int8, (panels, in / 8, 16) int32 of eight integers of
-    four bits."""
+    four bits.
+
+    to: where they are written, whole panels of plain numbers; by default new memory.
+    """
     values, scales, (out, width) = weight.values.contiguous(), weight.scales, weight.shape
     form = PANEL_FORMS[values.dtype]
     if form == Form.PANEL_INT8 and weight.groups and width % NIBBLES == 0 and fits_four_bits(values):
         form = Form.PANEL_INT4
-    each, numbers, dtype = _SHAPES[form]
-    if width % each:
+    if width % (each := _SHAPES[form][0]):
         values = pad(values, (0, -width % each))
-    made = torch.empty(-(-out // ROWS), values.shape[1] // each, numbers, dtype=dtype)
+    made = _empty(out, values.shape[1], form) if to is None else to
     library = native.library()
     assert library is not None
     threads = torch.get_num_threads()
     failure = library.truedraft_panels(form, values.data_ptr(), out, values.shape[1], made.data_ptr(), threads)
     assert failure == 0
     return replace(weight, values=made, scales=None if scales is None else by_panel(scales), panels=True)
+
+
+def empty_panels(out: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Panels for a plain weight (out, width), whose numbers are not set."""
+    form = PANEL_FORMS[dtype]
+    return _empty(out, width + -width % _SHAPES[form][0], form)
+
+
+def _empty(out: int, width: int, form: Form) -> Tensor:
+    each, numbers, dtype = _SHAPES[form]
+    return large_pages.empty((-(-out // ROWS), width // each, numbers), dtype)
 
 
 def dequantised(weight: Weight) -> Tensor:

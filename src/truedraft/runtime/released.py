@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime.linears import Product
-from truedraft.runtime.panels import ROWS, columns_of, floats_of, panels
+from truedraft.runtime.panels import ROWS, columns_of, empty_panels, floats_of, panels
 from truedraft.runtime.releasing import copies_weights, in_call, is_in_call, releasable, weight_of
 from truedraft.runtime.weights import Weight
 
@@ -222,11 +222,9 @@ def _moved(weight: Tensor, files: list[tuple[int, int]]) -> Tensor:
     """
     parts, expected = weight.split(TOGETHER), list[Tensor]()
     x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    first = panels(Weight(parts[0], None, None)).values
-    made = first if len(parts) == 1 else first.new_empty(-(-len(weight) // ROWS), *first.shape[1:])
+    made = empty_panels(len(weight), weight.shape[1], weight.dtype)
     for i, part in enumerate(parts):
-        if len(parts) > 1:
-            made[TOGETHER // ROWS * i :][: TOGETHER // ROWS] = panels(Weight(part, None, None)).values
+        panels(Weight(part, None, None), made[TOGETHER // ROWS * i :][: TOGETHER // ROWS])
         expected.append(linear(x, part))
         _give_back(part, files)
     _check(PanelTensor(made, weight.shape, weight.dtype), x, torch.cat(expected, 1))
