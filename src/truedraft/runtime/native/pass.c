@@ -508,7 +508,7 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #include "half_vnni.inc"
 #endif
 
-/* The same instruction as AVX512-VNNI encodes it, with registers and all else of AVX2: for tests, and to measure it. */
+/* The same instruction as AVX512-VNNI encodes it, with registers and all else of AVX2: for processors without AVX512-VBMI. */
 AVX2 IN __m256i dpbusd_evex(__m256i acc, __m256i w, __m256i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
   return acc;
@@ -2347,8 +2347,9 @@ static int has_avx_vnni(void) {
 #endif
 
 /* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 3 also AVX-VNNI; 4 the same in the
-   encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also those for bf16
-   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
+   encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also the latter, with
+   the rest of AVX-512; 7 also those for bf16, and for bytes where there is AVX512-VBMI; 8 those for tiles of bf16, in the
+   place of those for integers. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
@@ -2358,7 +2359,7 @@ int truedraft_choose(int wanted) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
+  units = wanted >= 7 && wide && __builtin_cpu_supports("avx512bf16");
   by_pairs = !wide;
   attend_as_alone = wide ? attend_alone : NULL;
   if (wide) USE(avx512, 16);
@@ -2378,20 +2379,20 @@ int truedraft_choose(int wanted) {
   }
 #endif
   if (units) USE_FOR_BF16(units);
-  if (units && wanted >= 7 && has_tiles()) {
+  if (units && wanted >= 8 && has_tiles()) {
     USE_FOR_BF16(tiles);
-    return 7;
+    return 8;
   }
-  if (wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
-    USE_INTEGERS(bytes);
-    for_plain = 1;
-  }
+  const int dots = wanted >= 6 && wide && __builtin_cpu_supports("avx512vnni");
+  if (dots && wanted >= 7 && __builtin_cpu_supports("avx512vbmi")) USE_INTEGERS(bytes);
+  else if (dots) USE_INTEGERS(evex);
+  for_plain = dots;
 #else
-  const int wide = 0;
-  units = wanted >= 6 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
+  const int wide = 0, dots = 0;
+  units = wanted >= 7 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
   USE(avx2, 8);
   if (has(FIRST_WORD, 20, "hw.optional.arm.FEAT_DotProd")) USE_INTEGERS(bytes);
   if (units) USE_FOR_BF16(units);
 #endif
-  return units ? 6 : wide ? 5 : 2;
+  return units ? 7 : dots ? 6 : wide ? 5 : 2;
 }
