@@ -29,13 +29,13 @@ Quantiser = Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]  # the par
 
 
 @cache
-def plain(tied: bool = False, layers: int = 2) -> PreTrainedModel:
+def plain(tied: bool = False, layers: int = 2, hidden: int = 256) -> PreTrainedModel:
     """A tiny Llama with the vocabulary of nano, whose rows are whole blocks of any type of GGUF."""
     torch.manual_seed(5)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=None, pad_token_id=0,
-        max_position_embeddings=512,
+        vocab_size=4096, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=None,
+        pad_token_id=0, max_position_embeddings=512,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():

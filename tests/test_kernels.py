@@ -22,7 +22,8 @@ from truedraft.targets.decoder import DecoderTarget
 from truedraft.tree import Prompt
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled pass was not built on this machine")
-SETS = {"AVX2": 2, "AVX-VNNI": 3, "AVX-VNNI as AVX-512 encodes it": 4, "AVX-512": 5, "AVX-512 with bf16": 6, "AMX": 7}
+SETS = {"AVX2": 2, "AVX-VNNI": 3, "AVX-VNNI as AVX-512 encodes it": 4, "AVX-512": 5, "AVX512-VNNI": 6}
+SETS |= {"AVX-512 with bf16": 7, "AMX": 8}
 WIDTHS = (*range(1, 18), 24, 35, 63, 64, 65, 130)
 
 

@@ -7,11 +7,16 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from test_kernels import FORMS, in_blocks
 from truedraft.runtime import native
+from truedraft.runtime.identity import fingerprint
+from truedraft.targets.decoder import DecoderTarget
+from truedraft.tree import Prompt, Taps
 
 pytest.importorskip("torchao.utils", reason="torchao is not installed")
-from truedraft.runtime.packed import PackedTensor
+from truedraft.runtime.packed import BlocksTensor, PackedTensor
 
 
 def integers(bits: int, out: int = 37, width: int = 96, groups: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,3 +61,30 @@ def test_unequal_groups_are_refused() -> None:
     values, _, _ = integers(4)
     with pytest.raises(ValueError, match="5 groups of 96 columns"):
         PackedTensor.of_integers(values, torch.rand(37, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_embeddings_in_blocks_are_the_rows_of_their_matrix(kind: str, dtype: torch.dtype) -> None:
+    """For torch, for compiled passes, and where a model is compared with others."""
+    if not native.takes_blocks():
+        pytest.skip("this processor has no products of blocks")
+    blocks = in_blocks(FORMS[kind], 61, 256)
+    rows, ids = blocks.matrix().to(dtype), torch.randint(61, (3, 200))
+    kept = BlocksTensor.of_parts([blocks.rows(slice(0, 48)), blocks.rows(slice(48, 61))], 61, dtype)
+    assert torch.equal(nn.functional.embedding(ids, kept), rows[ids])
+    assert torch.equal(kept[::3], rows[::3]) and torch.equal(kept[:, 1:5], rows[:, 1:5]) and torch.equal(kept, rows)
+    with pytest.raises(IndexError):
+        nn.functional.embedding(torch.tensor([61]), kept)  # which its last panel has
+    sizes = dict(vocab_size=61, hidden_size=256, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().to(dtype)
+    model.model.embed_tokens.weight = nn.Parameter(rows, requires_grad=False)
+    before = fingerprint(model)
+    model.model.embed_tokens.weight = nn.Parameter(kept, requires_grad=False)
+    assert fingerprint(model) == before
+    target = DecoderTarget(model)
+    assert target.fallback_reason is None
+    target.taps = Taps((0,))
+    target.reserve(1, 64)
+    found = target.prefill([Prompt(ids[0, :40])]).features(0, (0,), (0,))
+    assert torch.equal(found, rows[ids[0, :40]])

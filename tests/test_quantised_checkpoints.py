@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 import quantised
 import truedraft
 from models import ARCHITECTURES, ragged
+from peaks import forget_peak, resident
+from test_kernels import SETS
 from test_runtime import assert_same_bits
 from truedraft import Refused
 from truedraft.cli import main
 from truedraft.errors import Note
 from truedraft.loading import load_tokenizer
 from truedraft.planning.models import sized
-from truedraft.runtime import checkpoints, native
+from truedraft.runtime import checkpoints, native, panels, processors, releasing
 from truedraft.runtime.checkpoints._blocks import BLOCKS
+from truedraft.runtime.released import trim
 from truedraft.serve.config import ServeConfig
 from truedraft.serve.plan import planned
 from truedraft.targets.decoder import DecoderTarget
@@ -176,12 +181,30 @@ def test_a_tied_head_stays_integers(tmp_path: Path) -> None:
     path, weights = write("Q8_0", tmp_path, quantised.plain(tied=True))
     model, _ = truedraft.load(str(path), "float32")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert isinstance(head.data, PackedTensor) and not isinstance(embedding.data, PackedTensor)
-    for weight in (embedding, head.dequantize()):
+    assert isinstance(head.data, PackedTensor) and (embedding is head) == native.takes_blocks()
+    for weight in (embedding if embedding is not head else head.dequantize(), head.dequantize()):
         assert torch.equal(weight, weights["lm_head.weight"])
     plain = quantised.with_weights(quantised.plain(tied=True), weights)
     given = dict(**ragged(plain, 3), max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert torch.equal(truedraft.accelerate(model).generate(**given), plain.generate(**given))
+
+
+@compiled
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of memory are read from /proc")
+def test_loading_a_file_of_gguf_takes_little_more_memory_than_the_file(tmp_path: Path) -> None:
+    """Pages of the file that are mapped into memory are counted too."""
+    path, small = tmp_path / "m.gguf", tmp_path / "small"
+    small.mkdir()
+    quantised.write_gguf(path, quantised.plain.__wrapped__(hidden=1024, layers=3), "Q8_0")
+    truedraft.load(str(write("Q8_0", small)[0]))
+    gc.collect()
+    trim()
+    before = resident("VmRSS")
+    forget_peak()
+    model, _ = truedraft.load(str(path))
+    held, size = resident("VmHWM") - before, path.stat().st_size
+    assert native.takes_blocks() and model.num_parameters() > 2e7
+    assert held < 1.8 * size, f"{held / size:.2f} of the file"
 
 
 def test_columns_in_the_order_of_activations_are_plain_weights(tmp_path: Path) -> None:
@@ -290,6 +313,31 @@ def test_a_file_of_gguf_gets_the_dtype_that_decodes_fastest(
     assert note in capsys.readouterr().err
     assert main(["generate", str(path), "one day", "--max-new-tokens", "4", "--dtype", "float32"]) == 0
     assert "decodes fastest" not in capsys.readouterr().err
+
+
+@compiled
+def test_weights_stay_integers_where_avx512_has_no_permutations_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Cascade Lake and Cooper Lake."""
+    library: Any = native.library()
+    path, weights = write("Q4_K", tmp_path)
+    plain = quantised.with_weights(quantised.plain(), weights)
+    flags = "GenuineIntel", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"
+    for module in (processors, panels, releasing):
+        monkeypatch.setattr(module, "processor", lambda: frozenset(flags))
+    try:
+        if library.truedraft_choose(SETS["AVX512-VNNI"]) != SETS["AVX512-VNNI"]:
+            pytest.skip("this processor has no AVX512-VNNI")
+        assert native.takes_blocks() and truedraft.load(str(path))[0].dtype == torch.bfloat16
+        model, _ = truedraft.load(str(path), "float32")
+        assert {weight.qdata.dtype for weight in stored(model).values()} == {torch.uint8}
+        fast = truedraft.accelerate(model)
+        given = dict(**ragged(plain, 3), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert torch.equal(fast.generate(**given), plain.generate(**given))
+        assert fast.report().runtime.startswith("compiled pass")
+    finally:
+        library.truedraft_choose(native.BEST)
 
 
 def damaged(**given: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FUNCTIONS = ("pass", "linear", "panels", "multiply", "choose", "layout", "takes_blocks", "rows")
 TESTS = ("tests/test_kernels.py", "tests/test_linears.py", "tests/test_runtime.py", "tests/test_recurrent.py")
 POINTERS = [name for name, kind in Op._fields_ if kind is ctypes.c_void_p]
-ARGUMENTS, LEVELS, LEAST = 6, (2, 6), 2  # of `truedraft_choose` on arm64
+ARGUMENTS, LEVELS, LEAST = 6, (2, 7), 2  # of `truedraft_choose` on arm64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 PER_NODE = ("slot", "position", "place", "base", "source_lengths", "source_slot", "parent")
 

@@ -6,6 +6,7 @@ integers stand for; a product with it is compiled where it can be, else that mat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,8 @@ from truedraft.runtime.panel_blocks import BlockForm, Blocks
 from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, dequantised, fits_four_bits, panels
 from truedraft.runtime.weights import Weight
 
+aten = torch.ops.aten
+LOOKED_UP = 1 << 8  # rows that are looked up together, for less memory
 TOGETHER = 1 << 12  # rows that are computed together, for less memory; whole panels of them
 
 
@@ -120,7 +123,7 @@ def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     return product(x) if bias is None else product(x) + bias
 
 
-@PackedTensor.implements([torch.ops.aten.t.default, torch.ops.aten.mm.default])
+@PackedTensor.implements([aten.t.default, aten.mm.default, aten.equal.default, aten.mean.dim])
 def _plain(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """Operations for which it is the matrix that it stands for."""
     matrices = (a.dequantize() if isinstance(a, PackedTensor) else a for a in args)
@@ -150,9 +153,46 @@ class BlocksTensor(PackedTensor):
         self.scale = self.offset = None  # type: ignore[assignment]  # they are within
 
     @classmethod
-    def of_blocks(cls, blocks: Blocks, dtype: torch.dtype = torch.float32) -> BlocksTensor:
-        rows, columns = blocks.codes.shape
-        return cls(blocks.packed(), blocks.form, rows, columns, dtype)
+    def of_parts(cls, parts: Iterable[Blocks], rows: int, dtype: torch.dtype = torch.float32) -> BlocksTensor:
+        """Pack a matrix of so many rows that comes in parts, all but the last of them of whole panels."""
+        made, panels = torch.empty(0), 0
+        for part in parts:
+            packed = part.packed()
+            if not panels:
+                made = packed.new_empty(-(-rows // ROWS), packed.shape[1])
+            made[panels : panels + len(packed)] = packed
+            panels += len(packed)
+        return cls(made, part.form, rows, part.codes.shape[1], dtype)
 
     def as_weight(self, bias: Tensor | None) -> Weight:
         return Weight(self.qdata, None, bias, (self.rows, self.columns), True, blocks=self.form)
+
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """The rows of these numbers, (*ids, columns).
+
+        Raises:
+            IndexError: there are no such rows.
+        """
+        if ids.numel() and not (ids.min() >= 0 and ids.max() < self.rows):
+            raise IndexError(f"rows are numbered from 0 to {self.rows - 1}")
+        found = torch.empty(ids.numel(), self.columns, dtype=self.dtype)
+        for rows, some in zip(found.split(LOOKED_UP), ids.flatten().split(LOOKED_UP), strict=True):
+            which, of = (some // ROWS).unique(return_inverse=True)
+            matrix = Blocks.of_packed(self.form, self.qdata[which], ROWS * len(which), self.columns).matrix()
+            rows.copy_(matrix[ROWS * of + some % ROWS])
+        return found.view(*ids.shape, self.columns)
+
+
+@BlocksTensor.implements_torch_function(torch.nn.functional.embedding)
+def _embedding(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    ids, matrix = (*args, *kwargs.values())[:2]
+    return matrix.looked_up(ids)
+
+
+@BlocksTensor.implements(aten.slice.Tensor)
+def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Some of the rows, or columns."""
+    matrix, dimension, *bounds = args
+    if dimension:
+        return func(matrix.dequantize(), dimension, *bounds)
+    return matrix.looked_up(func(torch.arange(matrix.rows), 0, *bounds))

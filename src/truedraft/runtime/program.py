@@ -19,10 +19,10 @@ from truedraft.runtime.weights import (
     Weight,
     fields,
     linear_weight,
-    matrix,
     padded,
     pair,
     plain,
+    table,
 )
 
 ACTIVATIONS = {
@@ -380,12 +380,12 @@ class Program:
     def embed(self, embedding: Any, scale: float = 1.0, given_too: bool = False) -> None:
         if getattr(embedding, "max_norm", None) is not None:
             raise NotCompilable("its embeddings are normalised at lookup")
-        table = matrix(embedding.weight, self.dtype)
-        self.kept.append(table.values)
-        self.vocab_size, width = table.shape
+        tokens = table(embedding.weight, self.dtype)
+        self.kept.append(tokens.values)
+        self.vocab_size, width = tokens.shape
         self.op(
-            OpKind.EMBED, dst="x", weight=table.values.data_ptr(), form=table.form, inner=width, scale=scale,
-            mode=given_too, blank=-1,
+            OpKind.EMBED, dst="x", weight=tokens.values.data_ptr(), form=tokens.form, inner=width, scale=scale,
+            groups=0 if tokens.blocks is None else tokens.blocks.code, mode=given_too, blank=-1,
         )  # fmt: skip
         self.outputs.append(len(self.ops) - 1)
 

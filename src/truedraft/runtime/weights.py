@@ -302,6 +302,17 @@ def matrix(weight: Any, dtype: torch.dtype) -> Weight:
     return whole
 
 
+def table(weight: Any, dtype: torch.dtype) -> Weight:
+    """A table of embeddings in place: a plain matrix, or one in blocks.
+
+    Raises:
+        NotCompilable: see `plain`.
+    """
+    if hasattr(weight, "as_weight") and weight.dtype == dtype and weight.as_weight(None).blocks is not None:
+        return cast(Weight, weight.as_weight(None))
+    return matrix(weight, dtype)
+
+
 def integers(weight: Any) -> tuple[Tensor, Tensor]:
     """The integers (out, in) of a tensor of torchao, and their scales: (out,) or (out, groups)."""
     kind = type(weight).__name__

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.errors import Refused
-from truedraft.runtime import native
-from truedraft.runtime.panel_blocks import Blocks
 from truedraft.runtime.panels import NIBBLES
 
 
@@ -41,11 +39,6 @@ class Integers:
         offsets = away * scales.float() if away.any() else None
         return cls((codes - half).view(torch.int8), scales.float(), offsets, group_of)
 
-    def rows(self, order: Tensor) -> Integers:
-        """Its rows in another order."""
-        offsets = None if self.offsets is None else self.offsets[order]
-        return Integers(self.values[order], self.scales[order], offsets, self.group_of)
-
     def matrix(self) -> Tensor:
         """What it stands for."""
         width = self.values.shape[1]
@@ -60,29 +53,6 @@ class Integers:
         if self.group_of is not None or self.values.shape[1] % (NIBBLES * self.scales.shape[1]):
             return None
         return PackedTensor.of_integers(self.values, self.scales, self.offsets, dtype)
-
-
-@dataclass(frozen=True)
-class InBlocks:
-    """Blocks of GGUF, which take the bytes that they have in the file where the processor reads them so."""
-
-    blocks: Blocks
-
-    def rows(self, order: Tensor) -> InBlocks:
-        """Its rows in another order."""
-        return InBlocks(self.blocks.rows(order))
-
-    def matrix(self) -> Tensor:
-        """What it stands for."""
-        return self.blocks.matrix()
-
-    def packed(self, dtype: torch.dtype) -> Tensor | None:
-        """A `PackedTensor`."""
-        from truedraft.runtime.packed import BlocksTensor
-
-        if native.takes_blocks():
-            return BlocksTensor.of_blocks(self.blocks, dtype)
-        return Integers(*self.blocks.integers()).packed(dtype)
 
 
 class Lazy:
@@ -112,17 +82,24 @@ class Checkpoint(ABC):
         """
 
     def finished(self, model: nn.Module) -> list[str]:
-        """Make embeddings of a loaded model plain; returns the names of linear layers' weights that are, too."""
-        from truedraft.runtime.packed import PackedTensor
+        """Make embeddings of a loaded model plain, but for those in blocks, of which passes look up rows; returns the
+        names of linear layers' weights that are plain, too."""
+        from truedraft.runtime.packed import BlocksTensor, PackedTensor
 
+        made: dict[int, nn.Parameter] = {}  # one of a head and the embeddings that it is tied to
         for layer in model.modules():
             weight = getattr(layer, "weight", None)
-            if isinstance(weight, PackedTensor):
-                plain = type(layer) is not nn.Linear
-                layer.weight = nn.Parameter(weight.dequantize() if plain else weight.detach(), requires_grad=False)
+            if not isinstance(weight, PackedTensor):
+                continue
+            if type(layer) is nn.Linear or isinstance(weight, BlocksTensor):
+                if id(weight) not in made:
+                    made[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
+                layer.weight = made[id(weight)]
+            else:
+                layer.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
         return self.unpacked
 
-    def weight(self, name: str, integers: Integers | InBlocks, linear: Collection[str], dtype: torch.dtype) -> Tensor:
+    def weight(self, name: str, integers: Integers, linear: Collection[str], dtype: torch.dtype) -> Tensor:
         """A weight of a model: packed where it is of a linear layer."""
         if name in linear:
             if (packed := integers.packed(dtype)) is not None:
@@ -133,11 +110,14 @@ class Checkpoint(ABC):
 
 def linear_weights(model: Any) -> set[str]:
     """Names of the weights of linear layers, that of an embedding included where the head is tied to it."""
-    names = {f"{name}.weight": layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    embedding = model.get_input_embeddings()
-    if model.config.get_text_config(decoder=True).tie_word_embeddings:
-        return {*names, *(f"{name}.weight" for name, layer in model.named_modules() if layer is embedding)}
-    return set(names)
+    names = {f"{name}.weight" for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    return names | (tables(model) if model.config.get_text_config(decoder=True).tie_word_embeddings else set())
+
+
+def tables(model: Any) -> set[str]:
+    """Names of the embeddings of tokens."""
+    table = model.get_input_embeddings()
+    return {f"{name}.weight" for name, layer in model.named_modules() if layer is table}
 
 
 class Files(Mapping[str, Tensor]):

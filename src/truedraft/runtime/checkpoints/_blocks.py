@@ -1,17 +1,18 @@
-"""Blocks of GGUF as integers with scales: `BLOCKS`, by the name of their type."""
+"""Blocks of GGUF as integers with scales: `BLOCKS`, by the name of their type, and `IN_BLOCKS`, as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.runtime.checkpoints._base import InBlocks, Integers
+from truedraft.runtime.checkpoints._base import Integers
 from truedraft.runtime.panel_blocks import BlockForm, Blocks
 
-BLOCKS: dict[str, Callable[[Tensor], Integers | InBlocks]] = {}  # of a matrix of bytes (out, blocks * size)
+BLOCKS: dict[str, Callable[[Tensor], Integers]] = {}  # of a matrix of bytes (out, blocks * size)
+IN_BLOCKS: dict[str, Callable[[Tensor], Blocks]] = {}  # those that compiled products read as they are in the file
 
 Read = Callable[[Tensor], tuple[Tensor | None, ...]]
 
@@ -24,16 +25,20 @@ def _block(name: str, size: int, form: BlockForm | None = None) -> Callable[[Rea
     """
 
     def of(read: Read) -> Read:
-        @wraps(read)
-        def integers(rows: Tensor) -> Integers | InBlocks:
-            parts = read(rows.reshape(-1, size))
-            values, *factors = (None if part is None else part.reshape(len(rows), -1) for part in parts)
-            assert values is not None
-            if form is None:
-                return Integers(values.view(torch.int8), *factors)  # type: ignore[arg-type]
-            return InBlocks(Blocks(form, values, *factors))  # type: ignore[arg-type]
+        def parts(rows: Tensor) -> Iterator[Any]:
+            return (None if part is None else part.reshape(len(rows), -1) for part in read(rows.reshape(-1, size)))
 
-        BLOCKS[name] = integers
+        def plain(rows: Tensor) -> Integers:
+            values, *factors = parts(rows)
+            return Integers(values.view(torch.int8), *factors)
+
+        def blocks(rows: Tensor) -> Blocks:
+            assert form is not None
+            return Blocks(form, *parts(rows))
+
+        BLOCKS[name] = plain if form is None else lambda rows: Integers(*blocks(rows).integers())
+        if form is not None:
+            IN_BLOCKS[name] = blocks
         return read
 
     return of

@@ -1,7 +1,7 @@
 """A file of GGUF parsed once per load, where each of its readers would do it again.
 
 `transformers` parses all metadata for a model's configuration and again for its tokenizer, and builds the table of
-names for each module of a model; parsing a vocabulary of 150,000 tokens takes seconds.
+names for each module of a model; the package's own parsing of a vocabulary of 150,000 tokens takes seconds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from os import fspath
+from struct import Struct
 from threading import RLock
 from typing import Any
 
+LIST = 12  # bytes before the parts of a list: their type and number
 _ONE_AT_A_TIME = RLock()  # what is replaced is of the whole process
 
 
@@ -33,10 +35,10 @@ def parsed_once() -> Iterator[None]:
 
 
 def _reader() -> Any:
-    """The reader of gguf, with the bytes of the file as a plain array: parts of a `memmap` cost an object of its class
-    each, of which there are several for every token."""
+    """The reader of gguf, with the bytes of the file as a plain array, and lists without an array for the length of
+    each string: there are several arrays for every token, each of them an object."""
     import numpy
-    from gguf import GGUFReader
+    from gguf import GGUFEndian, GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
         @property
@@ -46,5 +48,27 @@ def _reader() -> Any:
         @data.setter
         def data(self, mapped: Any) -> None:
             self._bytes = numpy.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            kind, at = GGUFValueType(raw_type), orig_offs + LIST
+            inner = GGUFValueType(self._get(orig_offs, numpy.uint32)[0]) if kind == GGUFValueType.ARRAY else kind
+            if kind == inner or inner == GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            count = int(self._get(orig_offs + 4, numpy.uint64)[0])
+            if inner == GGUFValueType.STRING:
+                parts, end = self._strings(at, count)
+            else:
+                numbers = self._get(at, self.gguf_scalar_to_np[inner], count)
+                parts, end = list(numbers[:, None]), at + numbers.nbytes
+            return end - orig_offs, parts, list(range(count)), [kind, inner][: 1 + bool(count)]
+
+        def _strings(self, at: int, count: int) -> tuple[list[Any], int]:
+            """The strings of a list that begins there, and where it ends."""
+            size, parts = Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q"), []
+            for _ in range(count):
+                start = at + size.size
+                at = start + size.unpack_from(self._bytes, at)[0]
+                parts.append(self._bytes[start:at])
+            return parts, at
 
     return Reader

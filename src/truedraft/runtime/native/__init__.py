@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
 
-BEST = 7  # of `truedraft_choose`: all instructions that the processor has
+BEST = 8  # of `truedraft_choose`: all instructions that the processor has
 STALE = "compiled passes were built from other sources than these: install truedraft again"
 
 

@@ -152,6 +152,12 @@ IN int blocks_fit(int code, int64_t columns) {
 #undef SAME
 }
 
+/* Bytes of a row in such panels, as sixteen rows share them. */
+IN int64_t bytes_of_blocks(int code, int64_t columns) {
+  const Blocks form = blocks_of(code);
+  return columns / columns_of_blocks(form) * bytes_of_row(form) + (form.fine ? columns / SUPER * 2 * (1 + form.offset) : 0);
+}
+
 /* How nodes are written in fixed point: bytes of a number, columns of a block, what is added to the weights; and where `mixed`
  * with the columns in the order in which PANEL_INT4 has them. */
 typedef struct {
@@ -508,7 +514,7 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #include "half_vnni.inc"
 #endif
 
-/* The same instruction as AVX512-VNNI encodes it, with registers and all else of AVX2: for tests, and to measure it. */
+/* The same instruction as AVX512-VNNI encodes it, with registers and all else of AVX2: for processors without AVX512-VBMI. */
 AVX2 IN __m256i dpbusd_evex(__m256i acc, __m256i w, __m256i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
   return acc;
@@ -600,7 +606,7 @@ typedef struct {
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
   int64_t groups;                       /* LINEAR, GATED: of columns that share a scale; of plain weights, of 2^shift
-                                           columns that are added up first */
+                                           columns that are added up first; EMBED: of a table in PANEL_BLOCKS, what blocks it has */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, in rows or panels, and positions or NULL;
                                            SCAN: logarithms of rates (head, in); UNIT: of channels (in,);
                                            ATTEND: keys and values in fewer bits, in panels of `form`, `apart` places of
@@ -758,10 +764,48 @@ AVX2 IN __m256 panel8(const uint32_t *words, int64_t k, int64_t width, int narro
   return row8(part, 0, L, narrow);
 }
 
+/* The row-th of sixteen numbers in fp16. */
+AVX2 IN float half_at(const char *halves, int64_t row) {
+  float found[L];
+  _mm256_storeu_ps(found, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + row / L * L * 2))));
+  return found[row % L];
+}
+
+/* As row8, of a row of a panel that has its scales within it: (integer - half) * scale + offset, as `Blocks.matrix`. */
+AVX2 static __m256 block8(const char *panel, int code, int64_t row, int64_t k, int narrow) {
+  static const int8_t table[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  const Blocks form = blocks_of(code);
+  const int columns = columns_of_blocks(form), factors = 1 + form.offset, size = form.fine ? PANEL : 2 * PANEL;
+  const int half = form.offset || form.bits == TABLE ? 0 : 1 << (form.bits - 1);
+  const int each = form.bits == TABLE ? 0 : form.bits - 4, per = each ? 8 / each : 1; /* bits above four */
+  const int64_t block = PANEL * bytes_of_row(form), units = 2 * PANEL * factors, super = units + SUPER / columns * block;
+  const char *shared = panel + (form.fine ? k / SUPER * super : 0);
+  const char *at = form.fine ? shared + units + k % SUPER / columns * block : panel + k / columns * block;
+  const char *integers = at + factors * size;
+  float factor[2] = {0}, numbers[L];
+  for (int i = 0; i < factors; i++) {
+    const char *own = at + i * size;
+    factor[i] = form.fine ? half_at(shared + i * 2 * PANEL, row) * (float)(int8_t)own[row] : half_at(own, row);
+  }
+  for (int i = 0; i < L; i++) {
+    const int64_t c = k % columns + i, four = c / 4, place = row * 4 + c % 4;
+    int q = (uint8_t)integers[(form.bits == 8 ? four : four / 2) * 4 * PANEL + place];
+    if (form.bits != 8) q = q >> 4 * (four % 2) & 15;
+    if (form.bits == 5 || form.bits == 6) {
+      const int high = (uint8_t)integers[columns / 8 * 4 * PANEL + four / per * 4 * PANEL + place];
+      q |= (high >> each * (four % per) & ((1 << each) - 1)) << 4;
+    }
+    numbers[i] = (float)(form.bits == TABLE ? table[q] : q - half) * factor[0];
+    if (form.offset) numbers[i] += factor[1];
+  }
+  return rounded8(_mm256_loadu_ps(numbers), narrow);
+}
+
 AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   const int64_t width = op->in, bytes = width * (op->narrow ? 2 : 4), token = pass->embeds ? 0 : pass->token[node];
   const int further = !pass->embeds && op->heads && token >= op->heads;
-  const int panels = op->form >= PANELS && !pass->embeds && !further;
+  const int blocks = op->form == PANEL_BLOCKS && !pass->embeds, panels = op->form >= PANELS && !blocks && !pass->embeds && !further;
+  const char *panel = (const char *)op->weight + (blocks ? token / PANEL * PANEL * bytes_of_blocks((int)op->groups, width) : 0);
   const uint32_t *words = (const uint32_t *)op->weight +
                           (panels ? token / PANEL * PANEL * (op->narrow ? (width + 1) / 2 : width) + token % PANEL : 0);
   const char *row = further && op->offsets ? (const char *)op->offsets + (token - op->heads) * bytes
@@ -776,7 +820,9 @@ AVX2 static void embed(const Op *op, const Pass *pass, int64_t node) {
   }
   float *y = ROW(op->dst, node);
   for (int64_t k = 0; k < width; k += L) {
-    __m256 v = panels ? panel8(words, k, width, narrow) : row8(given, k, width, narrow);
+    __m256 v = blocks   ? block8(panel, (int)op->groups, token % PANEL, k, narrow)
+               : panels ? panel8(words, k, width, narrow)
+                        : row8(given, k, width, narrow);
     if (scaled) v = rounded8(_mm256_mul_ps(v, _mm256_set1_ps(op->scale)), op->narrow);
     if (placed) v = rounded8(_mm256_add_ps(v, row8(placed, k, width, op->narrow)), op->narrow);
     _mm256_storeu_ps(y + k, v);
@@ -868,8 +914,7 @@ IN int64_t bytes_of_weights(const Op *op) {
     const int64_t columns = columns_of[op->form];
     return (op->in + columns - 1) / columns * columns * bits_of[op->form] / 8;
   }
-  const Blocks form = blocks_of(op->shift);
-  return op->in / columns_of_blocks(form) * bytes_of_row(form) + (form.fine ? op->in / SUPER * 2 * (1 + form.offset) : 0);
+  return bytes_of_blocks(op->shift, op->in);
 }
 
 /* Whether a product takes its nodes in bf16. */
@@ -1972,6 +2017,12 @@ static int states_fit(const Op *op, const Pass *pass) {
          fits(pass, op->dst, op->heads * op->step, pass->nodes);
 }
 
+/* Whether a table of embeddings in panels is one that EMBED reads. */
+static int table_fits(const Op *op) {
+  if (op->form == PANEL_BLOCKS) return within(op->groups, 0, 255) && blocks_fit((int)op->groups, op->in);
+  return op->form == (op->narrow ? PANEL_BFLOAT : PANEL_FLOAT);
+}
+
 /* Whether an operation stays within the buffers, for as many nodes as the pass has. */
 static int op_fits(const Op *op, const Pass *pass, int64_t share) {
   const int64_t nodes = op->tail ? pass->tail : pass->nodes, top = op->top;
@@ -1982,7 +2033,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
     case EMBED:
       return fits(pass, op->dst, op->in, nodes) && (op->weight || pass->embeds) &&
              (!op->second || (op->out > 0 && op->shift >= 0)) &&
-             (op->form < PANELS || (op->form == (op->narrow ? PANEL_BFLOAT : PANEL_FLOAT) && !op->heads));
+             (op->form < PANELS || (!op->heads && table_fits(op)));
     case RMS_NORM:
     case LAYER_NORM: {
       const int64_t parts = op->kind == RMS_NORM && op->heads ? op->heads : 1;
@@ -2347,8 +2398,9 @@ static int has_avx_vnni(void) {
 #endif
 
 /* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 3 also AVX-VNNI; 4 the same in the
-   encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also those for bf16
-   and for bytes; 7 those for tiles of bf16, in the place of those for bytes. */
+   encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also the latter, with
+   the rest of AVX-512; 7 also those for bf16, and for bytes where there is AVX512-VBMI; 8 those for tiles of bf16, in the
+   place of those for integers. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
@@ -2358,7 +2410,7 @@ int truedraft_choose(int wanted) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   const int wide = wanted >= 5 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  units = wanted >= 6 && wide && __builtin_cpu_supports("avx512bf16");
+  units = wanted >= 7 && wide && __builtin_cpu_supports("avx512bf16");
   by_pairs = !wide;
   attend_as_alone = wide ? attend_alone : NULL;
   if (wide) USE(avx512, 16);
@@ -2378,20 +2430,20 @@ int truedraft_choose(int wanted) {
   }
 #endif
   if (units) USE_FOR_BF16(units);
-  if (units && wanted >= 7 && has_tiles()) {
+  if (units && wanted >= 8 && has_tiles()) {
     USE_FOR_BF16(tiles);
-    return 7;
+    return 8;
   }
-  if (wanted >= 6 && wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
-    USE_INTEGERS(bytes);
-    for_plain = 1;
-  }
+  const int dots = wanted >= 6 && wide && __builtin_cpu_supports("avx512vnni");
+  if (dots && wanted >= 7 && __builtin_cpu_supports("avx512vbmi")) USE_INTEGERS(bytes);
+  else if (dots) USE_INTEGERS(evex);
+  for_plain = dots;
 #else
-  const int wide = 0;
-  units = wanted >= 6 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
+  const int wide = 0, dots = 0;
+  units = wanted >= 7 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
   USE(avx2, 8);
   if (has(FIRST_WORD, 20, "hw.optional.arm.FEAT_DotProd")) USE_INTEGERS(bytes);
   if (units) USE_FOR_BF16(units);
 #endif
-  return units ? 6 : wide ? 5 : 2;
+  return units ? 7 : dots ? 6 : wide ? 5 : 2;
 }
