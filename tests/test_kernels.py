@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import packing
 from models import tiny
 from test_runtime import assert_same_bits, random_tree, words
 from truedraft.runtime import native
@@ -105,7 +106,7 @@ def in_blocks(form: BlockForm, out: int, width: int) -> Blocks:
 
 def packed(blocks: Blocks) -> Weight:
     out, width = blocks.codes.shape
-    return Weight(blocks.packed(), None, None, (out, width), True, blocks=blocks.form)
+    return Weight(packing.packed(blocks), None, None, (out, width), True, blocks=blocks.form)
 
 
 def with_offsets(weight: Weight) -> Weight:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import packing
 from test_kernels import FORMS, in_blocks
 from truedraft.runtime import native
 from truedraft.runtime.identity import fingerprint
@@ -71,7 +73,7 @@ def test_embeddings_in_blocks_are_the_rows_of_their_matrix(kind: str, dtype: tor
         pytest.skip("this processor has no products of blocks")
     blocks = in_blocks(FORMS[kind], 61, 256)
     rows, ids = blocks.matrix().to(dtype), torch.randint(61, (3, 200))
-    kept = BlocksTensor.of_parts([blocks.rows(slice(0, 48)), blocks.rows(slice(48, 61))], 61, dtype)
+    kept = BlocksTensor(packing.packed(blocks), blocks.form, 61, 256, dtype)
     assert torch.equal(nn.functional.embedding(ids, kept), rows[ids])
     assert torch.equal(kept[::3], rows[::3]) and torch.equal(kept[:, 1:5], rows[:, 1:5]) and torch.equal(kept, rows)
     with pytest.raises(IndexError):
@@ -88,3 +90,22 @@ def test_embeddings_in_blocks_are_the_rows_of_their_matrix(kind: str, dtype: tor
     target.reserve(1, 64)
     found = target.prefill([Prompt(ids[0, :40])]).features(0, (0,), (0,))
     assert torch.equal(found, rows[ids[0, :40]])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_rows_of_a_file_are_packed_as_they_are(kind: str) -> None:
+    """In two parts, the second of which ends within a panel; by the numbers that the package of GGUF reads."""
+    if not native.takes_blocks():
+        pytest.skip("this processor has no products of blocks")
+    gguf = pytest.importorskip("gguf")
+    type_, library = gguf.GGMLQuantizationType[kind], native.library()
+    columns, size = gguf.GGML_QUANT_SIZES[type_]
+    rows = numpy.random.default_rng(3).integers(0, 256, (61, 512 // columns * size), numpy.uint8)
+    parts = [torch.from_numpy(rows[:48]), torch.from_numpy(rows[48:])]
+    found = BlocksTensor.of_file(int(type_), FORMS[kind], parts, 61, 512, torch.float32).dequantize()
+    with numpy.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(rows, type_))
+    assert expected.isfinite().float().mean() > 0.5  # the rest has scales that are no numbers
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for wrong in [(99, 61, 512), (-1, 61, 512), (int(type_), 0, 512), (int(type_), 61, 500)]:
+        assert library.truedraft_pack_blocks(wrong[0], rows.ctypes.data, *wrong[1:], rows.ctypes.data)  # type: ignore

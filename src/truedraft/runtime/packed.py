@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 from torch.utils.weak import WeakIdKeyDictionary
 from torchao.utils import TorchAOBaseTensor
 
-from truedraft.runtime import native
+from truedraft.runtime import large_pages, native
 from truedraft.runtime.linears import Product, compilable
 from truedraft.runtime.panel_blocks import BlockForm, Blocks
 from truedraft.runtime.panels import NIBBLES, ROWS, SHIFTS, by_panel, dequantised, fits_four_bits, panels
@@ -134,7 +134,7 @@ class BlocksTensor(PackedTensor):
     """A matrix in panels that have their scales within them; it has the operations that were registered above.
 
     Args:
-        qdata: see `Blocks.packed`.
+        qdata: see `Blocks.of_packed`.
         form: what a block has.
         rows, columns, dtype: as of a `PackedTensor`.
     """
@@ -153,16 +153,28 @@ class BlocksTensor(PackedTensor):
         self.scale = self.offset = None  # type: ignore[assignment]  # they are within
 
     @classmethod
-    def of_parts(cls, parts: Iterable[Blocks], rows: int, dtype: torch.dtype = torch.float32) -> BlocksTensor:
-        """Pack a matrix of so many rows that comes in parts, all but the last of them of whole panels."""
-        made, panels = torch.empty(0), 0
+    def of_file(
+        cls, kind: int, form: BlockForm, parts: Iterable[Tensor], rows: int, columns: int, dtype: torch.dtype
+    ) -> BlocksTensor:
+        """Pack the rows of a type of GGUF.
+
+        Args:
+            kind: the number that GGUF has for the type; form: what its blocks have.
+            parts: (n, bytes) uint8, rows as in the file, all but the last part of whole panels.
+            rows, columns: of the matrix.
+        """
+        library, made = (
+            native.library(),
+            large_pages.empty((-(-rows // ROWS), form.bytes_of_panel(columns)), torch.uint8),
+        )
+        assert library is not None
+        first = 0
         for part in parts:
-            packed = part.packed()
-            if not panels:
-                made = packed.new_empty(-(-rows // ROWS), packed.shape[1])
-            made[panels : panels + len(packed)] = packed
-            panels += len(packed)
-        return cls(made, part.form, rows, part.codes.shape[1], dtype)
+            to = made[first // ROWS :]
+            failure = library.truedraft_pack_blocks(kind, part.data_ptr(), len(part), columns, to.data_ptr())
+            assert failure == 0 and part.is_contiguous()
+            first += len(part)
+        return cls(made, form, rows, columns, dtype)
 
     def as_weight(self, bias: Tensor | None) -> Weight:
         return Weight(self.qdata, None, bias, (self.rows, self.columns), True, blocks=self.form)

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-
-from truedraft.runtime import large_pages
 
 PANEL = 16  # rows
 SUPER = 256  # columns that share a unit of scales
-ROWS = 256  # that are packed together: they fit in a processor's cache
+EACH_BYTE = 0x01010101  # times a number of at most 7 bits: this in each byte of an integer of 32
 # what the integers of IQ4_NL and IQ4_XS stand for
 TABLE = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 
@@ -45,6 +42,13 @@ class BlockForm:
     def columns(self) -> int:
         """That share a scale."""
         return 16 if self.bits == 6 else 32
+
+    def bytes_of_panel(self, columns: int) -> int:
+        """Bytes of the sixteen rows of a panel."""
+        factors = 1 + self.offset
+        of_block = self.columns * self.bits // 8 + factors * (1 if self.fine else 2)
+        units = 2 * factors * (columns // SUPER) if self.fine else 0
+        return PANEL * (columns // self.columns * of_block + units)
 
     @property
     def half(self) -> int:
@@ -94,43 +98,9 @@ class Blocks:
             numbers.add_(_of_groups(self.offsets, self.offset_units)[..., None])
         return numbers.flatten(1)
 
-    def packed(self) -> Tensor:
-        """(panels, bytes) uint8, the last panel filled up with zeros."""
-        first = self.rows(slice(ROWS))._panels()
-        made = large_pages.empty((-(-len(self.codes) // PANEL), first.shape[1]), first.dtype)
-        for start in range(0, len(self.codes), ROWS):
-            made[start // PANEL : (start + ROWS) // PANEL] = self.rows(slice(start, start + ROWS))._panels()
-        return made
-
-    def _panels(self) -> Tensor:
-        form, factors = self.form, [self.scales] if self.offsets is None else [self.scales, self.offsets]
-        blocks = torch.cat([*map(_by_panel, factors), self._integers()], 2)
-        if self.units is not None:
-            units = [self.units] if self.offset_units is None else [self.units, self.offset_units]
-            blocks = blocks.unflatten(1, (-1, SUPER // form.columns)).flatten(2)
-            blocks = torch.cat([*map(_by_panel, units), blocks], 2)
-        return blocks.flatten(1)
-
-    def _integers(self) -> Tensor:
-        """(panels, blocks, bytes): four columns of a panel side by side, their lowest four bits first."""
-        form, width = self.form, self.codes.shape[1]
-        codes = pad(self.codes, (0, 0, 0, -len(self.codes) % PANEL)).view(
-            -1, PANEL, width // form.columns, form.columns
-        )
-        fours = codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)  # (panels, blocks, columns / 4, 16, 4)
-        if form.bits == 8:
-            return fours.flatten(2)
-        low, parts = fours & 15, []
-        parts.append((low[:, :, ::2] | low[:, :, 1::2] << 4).flatten(2))
-        if each := form.bits - 4:
-            shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None, None]
-            high = (fours >> 4).unflatten(2, (-1, 8 // each)) << shifts
-            parts.append(high.sum(3, dtype=torch.uint8).flatten(2))
-        return torch.cat(parts, 2)
-
     @classmethod
     def of_packed(cls, form: BlockForm, packed: Tensor, rows: int, columns: int) -> Blocks:
-        """What `packed` has made."""
+        """The matrix of panels, (panels, bytes) uint8: what `truedraft_pack_blocks` has made of a file."""
         parts: list[Tensor | None] = [None, None]
         blocks, factors = packed, 1 + form.offset
         if form.fine:
@@ -168,12 +138,6 @@ def _of_groups(factors: Tensor, units: Tensor | None) -> Tensor:
     return units.float().repeat_interleave(factors.shape[1] // units.shape[1], 1) * factors
 
 
-def _by_panel(factors: Tensor) -> Tensor:
-    """(out, n) to (panels, n, bytes of sixteen rows)."""
-    whole = pad(factors, (0, 0, 0, -len(factors) % PANEL)).unflatten(0, (-1, PANEL))
-    return whole.mT.contiguous().view(torch.uint8)
-
-
 def _by_row(panels: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """The reverse of it."""
+    """(panels, n, bytes of sixteen rows) to (rows, n)."""
     return panels.contiguous().view(dtype).mT.flatten(0, 1)[:rows]

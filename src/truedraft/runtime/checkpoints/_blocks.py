@@ -1,4 +1,4 @@
-"""Blocks of GGUF as integers with scales: `BLOCKS`, by the name of their type, and `IN_BLOCKS`, as they are."""
+"""Blocks of GGUF as integers with scales: `BLOCKS`, by the name of their type, and the `FORMS` of some."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from truedraft.runtime.checkpoints._base import Integers
-from truedraft.runtime.panel_blocks import BlockForm, Blocks
+from truedraft.runtime.panel_blocks import EACH_BYTE, BlockForm, Blocks
 
 BLOCKS: dict[str, Callable[[Tensor], Integers]] = {}  # of a matrix of bytes (out, blocks * size)
-IN_BLOCKS: dict[str, Callable[[Tensor], Blocks]] = {}  # those that compiled products read as they are in the file
+FORMS: dict[str, BlockForm] = {}  # of the types that compiled products read as they are in the file
 
 Read = Callable[[Tensor], tuple[Tensor | None, ...]]
 
@@ -38,7 +38,7 @@ def _block(name: str, size: int, form: BlockForm | None = None) -> Callable[[Rea
 
         BLOCKS[name] = plain if form is None else lambda rows: Integers(*blocks(rows).integers())
         if form is not None:
-            IN_BLOCKS[name] = blocks
+            FORMS[name] = form
         return read
 
     return of
@@ -117,8 +117,11 @@ def _half(b: Tensor, at: int) -> Tensor:
 
 def _fields(part: Tensor, bits: int, width: int) -> Tensor:
     """Numbers of some bits: the lowest of `width` bytes, then the next of the same bytes, and so on."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (part.unflatten(1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(1)
+    most, shifts = (1 << bits) - 1, torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    if width % 4:
+        return (part.unflatten(1, (-1, 1, width)) >> shifts & most).flatten(1)
+    fours = part.contiguous().view(torch.int32).unflatten(1, (-1, 1, width // 4))  # four bytes at once
+    return (fours >> shifts & EACH_BYTE * most).flatten(1).view(torch.uint8)
 
 
 def _bits(part: Tensor) -> Tensor:

@@ -65,9 +65,10 @@ def _reader() -> Any:
         def _strings(self, at: int, count: int) -> tuple[list[Any], int]:
             """The strings of a list that begins there, and where it ends."""
             size, parts = Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q"), []
+            memory = self._bytes.data
             for _ in range(count):
                 start = at + size.size
-                at = start + size.unpack_from(self._bytes, at)[0]
+                at = start + size.unpack_from(memory, at)[0]
                 parts.append(self._bytes[start:at])
             return parts, at
 

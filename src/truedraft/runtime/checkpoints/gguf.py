@@ -18,7 +18,7 @@ from truedraft.errors import Refused
 from truedraft.runtime import native
 from truedraft.runtime.checkpoints import ends
 from truedraft.runtime.checkpoints._base import Checkpoint, Lazy, linear_weights, tables
-from truedraft.runtime.checkpoints._blocks import BLOCKS, IN_BLOCKS
+from truedraft.runtime.checkpoints._blocks import BLOCKS, FORMS
 from truedraft.runtime.panels import ROWS
 
 FLOATS = ("F32", "F16", "BF16")
@@ -76,7 +76,7 @@ class Gguf(Checkpoint):
 
         def read(tensor: Any, name: str) -> Tensor:
             kind = tensor.tensor_type.name
-            if name in kept and kind in IN_BLOCKS and native.takes_blocks():
+            if name in kept and kind in FORMS and native.takes_blocks():
                 return self._in_blocks(tensor, dtype)
             if name not in linear or kind in FLOATS:
                 return self._plain(tensor, dtype)
@@ -93,9 +93,9 @@ class Gguf(Checkpoint):
         """A matrix in the blocks of the file."""
         from truedraft.runtime.packed import BlocksTensor
 
-        read = IN_BLOCKS[tensor.tensor_type.name]
-        parts = (read(torch.from_numpy(rows)) for rows in self._rows(tensor))
-        return BlocksTensor.of_parts(parts, len(tensor.data), dtype)
+        kind, (columns, rows) = tensor.tensor_type, tensor.shape.tolist()
+        parts = map(torch.from_numpy, self._rows(tensor))
+        return BlocksTensor.of_file(int(kind), FORMS[kind.name], parts, rows, columns, dtype)
 
     def _plain(self, tensor: Any, dtype: torch.dtype) -> Tensor:
         from gguf import dequantize

@@ -268,6 +268,7 @@ def _loaded() -> ctypes.CDLL:
         ("linear", c_int32, [POINTER(Op), c_void_p, c_int64, c_void_p, c_int32]),
         ("panels", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
         ("rows", c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
+        ("pack_blocks", c_int32, [c_int64, c_void_p, c_int64, c_int64, c_void_p]),
         ("multiply", c_int64, [c_int32, c_int64, c_int32]),
         ("choose", c_int32, [c_int32]),
         ("layout", c_int64, []),

@@ -2344,6 +2344,8 @@ int truedraft_rows(int form, const void *panels, int64_t out, int64_t in, void *
   return FITS;
 }
 
+#include "packing.inc"
+
 typedef struct {
   int bfloat;
   int64_t steps, operations; /* of a thread */
