@@ -19,10 +19,10 @@ from truedraft.runtime import native
 from truedraft.runtime.checkpoints import ends
 from truedraft.runtime.checkpoints._base import Checkpoint, Lazy, linear_weights, tables
 from truedraft.runtime.checkpoints._blocks import BLOCKS, IN_BLOCKS
-from truedraft.runtime.panels import ROWS
+from truedraft.runtime.panel_blocks import ROWS
 
 FLOATS = ("F32", "F16", "BF16")
-TOGETHER = 1 << 18  # numbers that are read together, in whole panels of rows: what is made of them stays in a cache
+TOGETHER = 1 << 20  # numbers that are read together, in whole steps of packing
 DIVISORS = "rope_freqs.weight"
 FACTORS = (8.0, 32.0)  # by which Llama 3.1 and 3.2 stretch the rotary embeddings of Llama 3
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
