@@ -6,7 +6,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, islice, repeat, zip_longest
 
@@ -225,7 +225,7 @@ class Drafts:
     rows: list[RowAcceptance]
     places: list[int]
     trees: Sequence[DraftTree] = ()
-    gains: Sequence[float] = (0.0,)
+    gains: list[float] = field(default_factory=lambda: [0.0])
     exploring: bool = False
     _expected: Sequence[float] = (0.0,)  # gains before correction
     _promised: float = 0.0  # those of the nodes that are verified
@@ -292,6 +292,14 @@ class Drafts:
         """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""
         nodes = sizes(len(self.gains) - 1)
         return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
+
+    def best_size(self, nodes: int, tokens: float, passes: PassCosts) -> int:
+        """Nodes to verify, of the largest goodput; see `Cost._grown`.
+
+        nodes, tokens: nodes and expected tokens of the pass without these drafts.
+        """
+        candidates, width = sizes(len(self.gains) - 1), nodes + passes.carried  # see `PassCosts.__call__`
+        return passes.curve.best_size(candidates, self.gains, self.unit, width, tokens, passes.aside)
 
     def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> None:
         """Cut the drafts to the chosen size, and update the expected saving of this drafter.
