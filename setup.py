@@ -41,7 +41,7 @@ extensions = [
             extra_compile_args=["-O3", "-ffp-contract=off"],  # the same figures as in Python, everywhere
             optional=True,
         )
-        for module in ("stores._trees", "caches._entries", "runtime._curve")
+        for module in ("stores._trees", "stores._drafts", "caches._entries", "runtime._curve")
     ),
 ]
 if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aarch64", "arm64"):
