@@ -123,7 +123,7 @@ def test_typical_curve_fits_the_known_points_and_is_updated() -> None:
 
 def _pooled(knots: Sequence[Knot]) -> list[float]:
     """The non-decreasing times nearest to the times of the knots: of knot i the largest over j <= i of the least over
-    k >= i of the weighted mean of the knots j to k (Barlow et al., "Statistical Inference under Order Restrictions")."""
+    k >= i of the weighted mean of the knots j to k (Barlow et al., "Order Restrictions", 1972)."""
 
     def mean(j: int, k: int) -> float:
         return sum(one.seconds * one.passes for one in knots[j : k + 1]) / sum(one.passes for one in knots[j : k + 1])
