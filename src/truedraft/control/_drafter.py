@@ -103,12 +103,13 @@ class DrafterState:
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
-    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, checks: bool) -> int:
+    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, plain: float, checks: bool) -> int:
         """Nodes to draft below each root of its rows; 0 for no draft.
 
-        total: rows in the pass. checks: whether it is made without drafts, to learn what that costs.
+        total: rows in the pass. plain: its seconds without drafts. checks: whether it is made without drafts, to learn
+            what that costs.
         """
-        plain, self._resumed = passes(total), not self.requested
+        self._resumed = not self.requested
         if self.trials.exhausted(plain):
             self.requested, self._age = self.trials.permits(False, plain), REPLANNED
             return 0
@@ -175,7 +176,7 @@ class DrafterState:
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
-        return self.costs.of_level > CHEAP * passes.curve(1)
+        return self.costs.of_level > 0 and self.costs.of_level > CHEAP * passes.curve(1)
 
     def expected(self, rows: Sequence[RowAcceptance], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft.

@@ -108,10 +108,10 @@ class Cost(Control):
         for drafts in self._batch:
             if (state := drafts.state).width:
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
-                drafter.pass_cost = self._costs.per_node(len(rows), own)
+                cost = drafter.pass_cost = self._costs.per_node(len(rows), own)
                 share = own / len(rows)
                 state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
-                size = state.budget(drafts.rows, self._costs, len(rows), checks)
+                size = state.budget(drafts.rows, self._costs, len(rows), cost.plain, checks)
                 for place in drafts.places:
                     budget[place] = size
         return budget
