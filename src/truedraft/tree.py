@@ -119,6 +119,11 @@ class DraftTree:
         return shape_of(self.parent)
 
     @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return self.parent == chain_parents(len(self.tokens))
+
+    @property
     def drafted(self) -> int:
         """Number of nodes to verify: neither the root nor probes."""
         return len(self.tokens) - 1 - len(self.probes)

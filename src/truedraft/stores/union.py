@@ -10,7 +10,6 @@ from torch import Tensor
 
 from truedraft.stores._native import trees as compiled
 from truedraft.tree import DraftTree
-from truedraft.tree_shape import chain_parents
 
 TREES = 31  # trees that the compiled form merges, at most
 Tree = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], frozenset[int]]  # tokens, parents, confidence, probes
@@ -72,7 +71,7 @@ def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | No
     if len(drafted) < 2 and weights is None:
         only = drafted[0] if drafted else 0
         chain = trees[only]
-        if not chain.probes and chain.parent == chain_parents(len(chain.tokens)):
+        if chain.is_chain and not chain.probes:
             kept = chain.cut(1 + budget)
             return Union(kept, [(1 << len(trees)) - 1, *[1 << only] * (len(kept.tokens) - 1)])
     embedded: list[tuple[int, Tensor]] = []
