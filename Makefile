@@ -60,7 +60,8 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/generate.py
 
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc src/truedraft/stores/*.c src/truedraft/caches/*.c)
+NATIVE = $(wildcard src/truedraft/runtime/native/*.c src/truedraft/runtime/native/*.inc src/truedraft/stores/*.c src/truedraft/caches/*.c \
+	src/truedraft/runtime/*.c)
 
 $(VENV)/ready $(VENV)/dev: pyproject.toml setup.py constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \

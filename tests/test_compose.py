@@ -134,6 +134,19 @@ def test_a_union_contains_the_likeliest_paths(native: str, monkeypatch: pytest.M
     union_module.compiled.cache_clear()
 
 
+def test_a_chain_among_empty_drafts_is_its_own_union() -> None:
+    """As by the merge of trees in general, which weights call for."""
+    rng = random.Random(3)
+    for _ in range(200):
+        length, budget, count = rng.randrange(6), rng.randrange(6), rng.randint(1, 3)
+        trees = [DraftTree.chain(1, (), ()) for _ in range(count)]
+        confidence = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(length)]
+        trees[rng.randrange(count)] = DraftTree.chain(1, [rng.randrange(4) for _ in range(length)], confidence)
+        (one, owners), (other, theirs) = union(trees, budget), union(trees, budget, [1.0] * count)
+        assert (one.tokens, one.parent, one.confidence) == (other.tokens, other.parent, other.confidence)
+        assert owners == theirs and not one.probes and len(one) == 1 + min(length, budget)
+
+
 @pytest.mark.skipif(compiled() is None, reason="it was not compiled")
 def test_calibration_is_equal_in_c_and_in_python() -> None:
     rng = random.Random(1)

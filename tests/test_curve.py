@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from truedraft.runtime.curve import HICCUP, WIDTHS, Curve
+from truedraft.runtime.curve import HICCUP, WIDTHS, Curve, Knot, compiled
 
 TIMES = st.floats(1e-7, 1e4) | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-9, 1e6])
 FACTORS = st.lists(st.floats(1e-4, 1e4) | st.just(1.0), min_size=1, max_size=8)
@@ -118,3 +119,63 @@ def test_typical_curve_fits_the_known_points_and_is_updated() -> None:
     for _ in range(16):
         curve = curve.learned(16, 0.9, 0.1, plain=5)
     assert curve(16) == pytest.approx(0.9, rel=0.05) and curve(5) == pytest.approx(0.3)
+
+
+def _pooled(knots: Sequence[Knot]) -> list[float]:
+    """The non-decreasing times nearest to the times of the knots: of knot i the largest over j <= i of the least over
+    k >= i of the weighted mean of the knots j to k (Barlow et al., "Order Restrictions", 1972)."""
+
+    def mean(j: int, k: int) -> float:
+        return sum(one.seconds * one.passes for one in knots[j : k + 1]) / sum(one.passes for one in knots[j : k + 1])
+
+    n = len(knots)
+    return [max(min(mean(j, k) for k in range(i, n)) for j in range(i + 1)) for i in range(n)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(curves(), st.lists(passes(), min_size=1, max_size=30))
+def test_a_pass_is_learnt_the_same_in_python_and_compiled(
+    curve: Curve, seen: list[tuple[int, int, float, float]]
+) -> None:
+    """Bit for bit; and the seconds are the isotonic means of the knots."""
+    compiled, other = curve, curve
+    for rows, tokens, seconds, rate in seen:
+        compiled = compiled.learned(tokens, seconds, rate, plain=rows)
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr("truedraft.runtime.curve.compiled", lambda: None)
+            other = other.learned(tokens, seconds, rate, plain=rows)
+        assert (compiled.widths, compiled.seconds, compiled.bounds) == (other.widths, other.seconds, other.bounds)
+        assert compiled.knots == other.knots and all(type(knot) is Knot for knot in compiled.knots)
+        assert compiled.seconds == pytest.approx(_pooled(compiled.knots), rel=1e-9)
+
+
+@pytest.mark.parametrize("without", [False, True])
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(curves(), st.data())
+def test_the_best_size_is_the_first_of_the_largest_goodput(
+    monkeypatch: pytest.MonkeyPatch, without: bool, curve: Curve, data: st.DataObject
+) -> None:
+    if without:
+        monkeypatch.setattr("truedraft.runtime.curve.compiled", lambda: None)
+    sizes = (0, *sorted(data.draw(st.sets(st.integers(1, 100), max_size=8))))
+    steps = [data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])) for _ in range(max(sizes))]
+    gains = [0.0, *accumulate(steps)]  # exact, so that ties are ties
+    rows, unit, aside = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 4])), data.draw(st.floats(0, 1e-3))
+    goodput = [(rows + gains[size]) / (curve(rows + unit * size) + aside) for size in sizes]
+    assert curve.best_size(sizes, gains, unit, rows, float(rows), aside) == sizes[goodput.index(max(goodput))]
+
+
+@pytest.mark.skipif(compiled() is None, reason="the compiled code was not built on this machine")
+def test_the_compiled_curve_refuses_what_does_not_fit() -> None:
+    native, knots = compiled(), (Knot(1, 1.0), Knot(2, 1.5))
+    for widths, seconds in (((), ()), ((1, 2), (1.0,)), (tuple(range(300)), (1.0,) * 300), ([1, 2], (1.0, 1.5))):
+        with pytest.raises(ValueError, match="as many seconds"):
+            native.best_size(widths, seconds, (0, 1), [0.0, 1.0], 1, 1, 1.0, 0.0)
+    for sizes, gains in (((0, 2), [0.0, 1.0]), ((2, 1), [0.0, 1.0, 2.0]), ((-1, 0), [0.0])):
+        with pytest.raises(ValueError, match="sizes must ascend"):
+            native.best_size((1, 2), (1.0, 1.5), sizes, gains, 1, 1, 1.0, 0.0)
+    for wrong in (knots[:1], ((1, 1.0), (2,)), (1, 2)):
+        with pytest.raises(ValueError, match="three numbers"):
+            native.learned(Knot, wrong, (1, 2), (1.0, 1.5), 2, 1.0, 1, 0.9, 0.25, 1e-6, 0.5, 2.0)
+    with pytest.raises(ValueError, match="three numbers"):
+        native.learned(int, knots, (1, 2), (1.0, 1.5), 2, 1.0, 1, 0.9, 0.25, 1e-6, 0.5, 2.0)

@@ -22,7 +22,6 @@ from test_tree import random_tree
 from truedraft.accept._verification import agreed
 from truedraft.sampling import History, Laws
 from truedraft.stopping import RowwiseCriterion, Stops
-from truedraft.stores import ranks as module
 from truedraft.stores._native import trees as compiled
 from truedraft.stores.ranks import COUNT, Ranks, ranks_of
 from truedraft.stores.successors import Successors
@@ -109,7 +108,6 @@ def test_lines_are_read_once_whoever_asks() -> None:
         with pytest.raises(ValueError, match="within their lines"):
             ranks.two_largest(given)
     assert ranks_of(Scores(scores.logits.double(), {}, [0, 0, 0])) is None
-    module._RANKS.clear()
 
 
 def test_successors_learn_the_same_from_ranks() -> None:

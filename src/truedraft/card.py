@@ -146,7 +146,7 @@ class Knob:
         self.name = name
 
     def __get__(self, method: Any, owner: type | None = None) -> Any:
-        return self.default if method is None else vars(method).get(self.name, self.default)
+        return self.default if method is None else method.__dict__.get(self.name, self.default)
 
     def __set__(self, method: Any, value: Any) -> None:
         try:

@@ -200,8 +200,8 @@ class Engine:
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
-                drafts = self._draft(drafter, rows, nodes)
-                fitted = [_fitted(row, tree, drafter) for row, tree in zip(rows, drafts, strict=True)]
+                drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
+                fitted = [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
                 return fitted if self.target.branching else [chained(tree) for tree in fitted]
             except Exception as error:
                 self._fail(rows, error)
@@ -330,12 +330,13 @@ def _drafts_of(drafter: Drafter, rows: Sequence[Row], budget: Sequence[int]) -> 
     return drafter.propose(rows, budget)
 
 
-def _fitted(row: Row, tree: DraftTree, drafter: Drafter) -> DraftTree:
-    """A drafter's tree, cut to as many nodes as it may draft, and to the depth that the row can still emit."""
+def _fitted(row: Row, tree: DraftTree, most: int) -> DraftTree:
+    """A drafter's tree, cut to its `most` first nodes, and to the depth that the row can still emit."""
     if tree.tokens[0] != row.tokens[-1]:
         raise ValueError(f"a draft must begin with the pending token {row.tokens[-1]}, got {tree.tokens[0]}")
-    tree.check_embeds()
-    return tree if len(tree) == 1 else tree.cut(1 + drafter.width).shallow(row.room - row.step - 1)
+    if tree.embeds:
+        tree.check_embeds()
+    return tree if len(tree.tokens) == 1 else tree.cut(most).shallow(row.room - row.step - 1)
 
 
 def _padded(request: Request, rows: Sequence[Row], trees: list[DraftTree]) -> list[DraftTree]:

@@ -92,19 +92,14 @@ def chain_parents(n: int) -> tuple[int, ...]:
     return tuple(range(-1, n - 1))
 
 
-def _first(nodes: Sequence[int]) -> bool:
-    """Whether nodes are given as a range, that is, are the first ones, which keep their indices."""
-    return isinstance(nodes, range)
-
-
 def entries_of(values: tuple[T, ...], nodes: Sequence[int]) -> tuple[T, ...]:
-    """The values of these nodes."""
-    return values[: len(nodes)] if _first(nodes) else tuple(values[i] for i in nodes)
+    """The values of these nodes: given as a range they are the first ones, which keep their indices."""
+    return values[: len(nodes)] if isinstance(nodes, range) else tuple(values[i] for i in nodes)
 
 
 def parents_of(parent: tuple[int, ...], nodes: Sequence[int]) -> tuple[int, ...]:
-    """The parents of these nodes, as indices among them."""
-    if _first(nodes):
+    """The parents of these nodes, as indices among them; a range as in `entries_of`."""
+    if isinstance(nodes, range):
         return parent[: len(nodes)]
     new = {old: i for i, old in enumerate(nodes)}
     return tuple(new.get(parent[i], -1) for i in nodes)

@@ -136,7 +136,9 @@ class Verification:
         row, drafted, stops, kept = self.rows[place], self.trees[place].tokens, self.stops, 0
         _check(token)
         if stops.plain and not self.laws.keeps:
-            kept = stops.emit(row, [*[drafted[node] for node in path[1:]], token])
+            adjacent = path[-1] == len(path) - 1  # the tree's first nodes, as in every chain
+            accepted = drafted[1 : len(path)] if adjacent else [drafted[node] for node in path[1:]]
+            kept = stops.emit(row, [*accepted, token])
             return Accepted(tuple(path[:kept]), row.tokens[-1], row.ended)
         for kept, node in enumerate(path, 1):
             if self.laws.keeps:

@@ -6,7 +6,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, islice, repeat, zip_longest
 
@@ -103,12 +103,13 @@ class DrafterState:
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
-    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, checks: bool) -> int:
+    def budget(self, rows: Sequence[RowAcceptance], passes: PassCosts, total: int, plain: float, checks: bool) -> int:
         """Nodes to draft below each root of its rows; 0 for no draft.
 
-        total: rows in the pass. checks: whether it is made without drafts, to learn what that costs.
+        total: rows in the pass. plain: its seconds without drafts. checks: whether it is made without drafts, to learn
+            what that costs.
         """
-        plain, self._resumed = passes(total), not self.requested
+        self._resumed = not self.requested
         if self.trials.exhausted(plain):
             self.requested, self._age = self.trials.permits(False, plain), REPLANNED
             return 0
@@ -175,7 +176,7 @@ class DrafterState:
 
     def dear(self, passes: PassCosts) -> bool:
         """Whether a level of a draft costs so much that its size is decided beforehand."""
-        return self.costs.of_level > CHEAP * passes.curve(1)
+        return self.costs.of_level > 0 and self.costs.of_level > CHEAP * passes.curve(1)
 
     def expected(self, rows: Sequence[RowAcceptance], trees: Sequence[DraftTree], longest: int) -> list[float]:
         """Expected accepted nodes, all rows together, of the first 0, 1, ... `longest` nodes of each draft.
@@ -225,7 +226,7 @@ class Drafts:
     rows: list[RowAcceptance]
     places: list[int]
     trees: Sequence[DraftTree] = ()
-    gains: Sequence[float] = (0.0,)
+    gains: list[float] = field(default_factory=lambda: [0.0])
     exploring: bool = False
     _expected: Sequence[float] = (0.0,)  # gains before correction
     _promised: float = 0.0  # those of the nodes that are verified
@@ -292,6 +293,14 @@ class Drafts:
         """Pairs of consecutive candidate sizes, each as (self, place, size, next size)."""
         nodes = sizes(len(self.gains) - 1)
         return zip(repeat(self), repeat(place), nodes, nodes[1:], strict=False)
+
+    def best_size(self, nodes: int, tokens: float, passes: PassCosts) -> int:
+        """Nodes to verify, of the largest goodput; see `Cost._grown`.
+
+        nodes, tokens: nodes and expected tokens of the pass without these drafts.
+        """
+        candidates, width = sizes(len(self.gains) - 1), nodes + passes.carried  # see `PassCosts.__call__`
+        return passes.curve.best_size(candidates, self.gains, self.unit, width, tokens, passes.aside)
 
     def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> None:
         """Cut the drafts to the chosen size, and update the expected saving of this drafter.

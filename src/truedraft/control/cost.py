@@ -108,10 +108,10 @@ class Cost(Control):
         for drafts in self._batch:
             if (state := drafts.state).width:
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
-                drafter.pass_cost = self._costs.per_node(len(rows), own)
+                cost = drafter.pass_cost = self._costs.per_node(len(rows), own)
                 share = own / len(rows)
                 state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
-                size = state.budget(drafts.rows, self._costs, len(rows), checks)
+                size = state.budget(drafts.rows, self._costs, len(rows), cost.plain, checks)
                 for place in drafts.places:
                     budget[place] = size
         return budget
@@ -164,9 +164,10 @@ class Cost(Control):
             nodes += sum([drafts.tokens - len(drafts.rows) for drafts in whole])
             tokens += sum([drafts.whole_gain for drafts in whole]) if sizable else 0.0
         if sizable:
-            sizes = self._grown(sizable, nodes, tokens)
-            if len(sizable) > 1:
-                sizes = self._exchanged(sizable, sizes, nodes, tokens)
+            if len(sizable) == 1:
+                sizes = [sizable[0].best_size(nodes, tokens, self._costs)]
+            else:
+                sizes = self._exchanged(sizable, self._grown(sizable, nodes, tokens), nodes, tokens)
             self._cut(sizable, sizes, nodes, tokens)
         for drafts in drafted:
             if drafts.state.probed:
@@ -177,7 +178,7 @@ class Cost(Control):
         """Nodes of each draft to verify, by drafter, of the largest goodput: expected tokens over seconds of the pass.
 
         Greedily: the size grows whose next step adds the most tokens per node, and each resulting pass is evaluated.
-        Of several drafters, a step over a jump of the cost curve may come before one that still fits; see `_exchanged`.
+        A step over a jump of the cost curve may come before one that still fits; see `_exchanged`.
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
@@ -185,7 +186,7 @@ class Cost(Control):
         carried, aside = self._costs.carried, self._costs.aside  # see `PassCosts.__call__`
         best, chosen = tokens / (curve(nodes + carried) + aside), list(sizes)
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
-        for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True) if len(steps) > 1 else steps[0]:
+        for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True):
             sizes[i], gains = size, drafts.gains
             nodes += drafts.unit * (size - before)
             tokens += gains[size] - gains[before]

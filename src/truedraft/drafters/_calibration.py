@@ -51,13 +51,23 @@ class _RowHistory:
     """Of one row.
 
     observed: its tokens when its drafts were last compared with them. drafts: those that are still compared.
-    shared: the counts of its namespace. counts: its own.
+    shared: the counts of its namespace. counts: its own. tallies: both, as `settled` and `follow` take them.
     """
 
     observed: int
     shared: BinCounts
     counts: BinCounts = field(default_factory=BinCounts)
     drafts: list[Followed] = field(default_factory=list)
+    tallies: tuple[Floats, Floats, Floats, Floats, Floats] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ours, mine = self.shared, self.counts
+        self.tallies = EDGES, ours.right, ours.tried, mine.right, mine.tried
+
+    def settled(self, confidence: tuple[float, ...]) -> tuple[float, ...]:
+        """Confidences calibrated for the row; the first is that of a root, and becomes 1."""
+        settle = settled if (native := trees()) is None else native.settled
+        return settle(confidence, *self.tallies, PRIOR, OTHERS)
 
 
 class Calibration:
@@ -73,7 +83,7 @@ class Calibration:
 
         after: tokens drafted before it.
         """
-        if tree.confidence is None or len(tree) == 1:
+        if tree.confidence is None or len(tree.tokens) == 1:
             return tree
         history = self._history(row)
         if not history.drafts:
@@ -81,14 +91,11 @@ class Calibration:
             self._followed[id(row)] = history
         if len(history.drafts) < FOLLOWED:
             history.drafts.append(Followed(tree, after))
-        return tree.replaced(confidence=self.settled(row, tree.confidence))
+        return tree.replaced(confidence=history.settled(tree.confidence))
 
     def settled(self, row: Row, confidence: tuple[float, ...]) -> tuple[float, ...]:
-        """Confidences calibrated for a row; the first is that of a root, and becomes 1."""
-        history, native = self._history(row), trees()
-        ours, mine = history.shared, history.counts
-        settle = settled if native is None else native.settled
-        return settle(confidence, EDGES, ours.right, ours.tried, mine.right, mine.tried, PRIOR, OTHERS)
+        """See `_RowHistory.settled`."""
+        return self._history(row).settled(confidence)
 
     @property
     def follows(self) -> bool:
@@ -117,20 +124,17 @@ class Calibration:
         self._followed.pop(id(row), None)
 
 
-def _advance(history: _RowHistory, draft: Followed, emitted: Sequence[int]) -> bool:
+def _advance(history: _RowHistory, draft: Followed, emitted: list[int]) -> bool:
     """Follow the emitted tokens down a draft; false where it is wrong or at its end."""
     if draft.after:
         pending = len(draft.after)
         if any(a != b for a, b in zip(draft.after, emitted, strict=False)):
             return False
         draft.after, emitted = draft.after[len(emitted) :], emitted[pending:]
-    ours, mine, tree, native = history.shared, history.counts, draft.tree, trees()
+    tree, native = draft.tree, trees()
     assert tree.confidence is not None
-    walk = follow if native is None else native.follow
-    draft.node = walk(
-        (tree.tokens, tree.parent, tree.confidence, tree.probes), draft.node, list(emitted),
-        EDGES, ours.right, ours.tried, mine.right, mine.tried, LONG, SHORT,
-    )  # fmt: skip
+    given, walk = (tree.tokens, tree.parent, tree.confidence, tree.probes), follow if native is None else native.follow
+    draft.node = walk(given, draft.node, emitted, *history.tallies, LONG, SHORT)
     return draft.node >= 0
 
 

@@ -396,6 +396,8 @@ def name_of(part: object) -> str:
 def _doubt(tree: DraftTree) -> float:
     """The probability that the first token is none of those drafted."""
     assert tree.confidence is not None
-    return 1 - max(
-        (estimate for estimate, parent in zip(tree.confidence, tree.parent, strict=True) if parent == 0), default=0.0
-    )
+    likeliest, child = 0.0, 0
+    for _ in range(tree.parent.count(0)):
+        child = tree.parent.index(0, child + 1)
+        likeliest = max(likeliest, tree.confidence[child])
+    return 1 - likeliest

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect
 from collections.abc import Sequence
+from ctypes import addressof
 from dataclasses import replace
 from itertools import accumulate, islice, takewhile
 
-from truedraft.stores._cursor import SEPARATOR, Grown
-from truedraft.stores._native import trees
+from truedraft.stores._cursor import SEPARATOR, Best, Cursor, Grown, Sizes
+from truedraft.stores._native import drafts, trees
+from truedraft.stores.automaton import Automaton, CompiledAutomaton, best_tree
 from truedraft.tree import DraftTree, Row
 
 LATER = 0.85  # confidence of a deeper node where its drafter gives none
@@ -17,6 +20,7 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64)  # bins of match leng
 # How often a match of n tokens continues, in recorded answers of Llama-3 70B: a prior, calibrated online.
 CONTINUED = [max(n**1.5 / (n**1.5 + 4.5), 0.05) for n in LENGTHS]
 MATCH_CONFIDENCE = [CONTINUED[bisect(LENGTHS, n) - 1] for n in range(64)] + CONTINUED[-1:] * 1024
+MATCH_CONFIDENCES = array("d", MATCH_CONFIDENCE)
 
 
 def match_confidence(found: int, count: int) -> list[float]:
@@ -50,6 +54,31 @@ def frequency_tree(root: int, grown: Grown, count: int, found: int) -> DraftTree
     tree = counted_in_python if (native := trees()) is None else native.counted
     tokens, parents, confidence = tree(root, count, *grown, match_confidence(found, 1 + len(grown.tokens)))
     return DraftTree(tokens, parents, confidence=confidence)
+
+
+def likeliest_continuations(
+    root: int, sources: Sequence[tuple[Automaton, Cursor]], sizes: Sizes, longest: int
+) -> DraftTree:
+    """Of the trees of continuations of the last tokens in several texts the first with the most expected tokens; see
+    `Automaton.best`.
+
+    sources: each with the match of the last tokens; they are not changed. longest: tokens of a match that are used.
+    """
+    if (native := drafts()) is not None and all(isinstance(text, CompiledAutomaton) for text, _ in sources):
+        given = [(text.address, addressof(cursor)) for text, cursor in sources]  # type: ignore[attr-defined]
+        found = native.frequent(best_tree(), given, longest, root, *sizes, MATCH_CONFIDENCES)
+        if found is None:
+            return DraftTree.chain(root)
+        tokens, parents, confidence = found
+        return DraftTree(tokens, parents, confidence=confidence)
+    best: Best | None = None
+    for text, place in sources:
+        cursor = place.copy()
+        text.shorten(cursor, longest)
+        best = text.best(cursor, sizes, best.expected if best is not None else 0.0) or best
+    if best is None:
+        return DraftTree.chain(root)
+    return frequency_tree(root, best.grown, best.occurrences, best.length)
 
 
 def counted_in_python(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
 from operator import le
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 MEASURED = 8.0  # weight of a measured time, in passes
@@ -15,6 +19,7 @@ HICCUP = 4.0  # observed times are capped at this multiple of the expected: othe
 FASTEST = 0.25  # largest step rate of a mean with few observations
 FAINT = 1e-6  # least weight of a time, in passes
 TYPICAL = (1.0, 1.1, 1.2, 1.4, 1.9, 3.0, 5.0)  # times at WIDTHS, in plain passes, of most models on most machines
+KNOTS = 256  # of a curve, at most, in compiled code
 CAUTIOUS = (1.0, 1.35, 1.8, 2.5, 3.8, 6.0, 9.0)  # those assumed before any was measured: of small weights in few bits
 
 
@@ -27,6 +32,17 @@ class Knot(NamedTuple):
     width: int
     seconds: float
     passes: float = MEASURED
+
+
+@cache
+def compiled() -> Any:
+    """The module of `_curve.c`, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
+    if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
+        return None
+    try:
+        return import_module("truedraft.runtime._curve")
+    except ImportError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -69,9 +85,29 @@ class Curve:
         widths, seconds = self.widths, self.seconds
         if tokens <= widths[0] or len(widths) == 1:
             return seconds[0]
-        i = min(bisect_left(widths, tokens), len(widths) - 1)
-        (w0, w1), (s0, s1) = widths[i - 1 : i + 1], seconds[i - 1 : i + 1]
-        return s0 + (s1 - s0) * ((tokens - w0) / (w1 - w0))
+        i = bisect_left(widths, tokens, 1, len(widths) - 1)
+        w0, s0 = widths[i - 1], seconds[i - 1]
+        return s0 + (seconds[i] - s0) * ((tokens - w0) / (widths[i] - w0))
+
+    def best_size(
+        self, sizes: tuple[int, ...], gains: list[float], unit: int, nodes: int, tokens: float, aside: float
+    ) -> int:
+        """Of ascending sizes of a draft the first of the largest goodput: expected tokens over seconds of the pass.
+
+        gains: expected tokens by size. unit: nodes of the pass that a size has more than the one before it.
+        nodes, tokens: of the pass with the first of the sizes. aside: seconds that the pass takes beyond the curve.
+        """
+        if (native := compiled()) is not None and len(self.widths) <= KNOTS:
+            size: int = native.best_size(self.widths, self.seconds, sizes, gains, unit, nodes, tokens, aside)
+            return size
+        best, chosen = tokens / (self(nodes) + aside), sizes[0]
+        for before, size in pairwise(sizes):
+            nodes += unit * (size - before)
+            tokens += gains[size] - gains[before]
+            goodput = tokens / (self(nodes) + aside)
+            if goodput > best:
+                best, chosen = goodput, size
+        return chosen
 
     def learned(self, tokens: int, seconds: float, rate: float, plain: int) -> Curve:
         """The curve after a pass over `tokens` tokens took `seconds`.
@@ -87,9 +123,25 @@ class Curve:
             return self
         seconds = min(seconds, HICCUP * self(tokens))
         curve = self._with_knots(tokens, seconds, plain)
-        expected = curve(tokens)
         least, most = min(curve.bounds[0], seconds), max(curve.bounds[1], seconds)
         kept, fastest = 1 - rate, max(rate, FASTEST)
+        if (native := compiled()) is not None and len(curve.widths) <= KNOTS:
+            found = native.learned(
+                Knot,
+                curve.knots,
+                curve.widths,
+                curve.seconds,
+                tokens,
+                seconds,
+                plain,
+                kept,
+                fastest,
+                FAINT,
+                least,
+                most,
+            )
+            return Curve(curve.widths, found[1], found[0], (least, most))
+        expected = curve(tokens)
         knots = [Knot(width, mean, max(passes * kept, FAINT)) for width, mean, passes in curve.knots]
         for i, near in curve._nearness(tokens, plain).items():
             if near:  # the time at this width, scaled by the curve

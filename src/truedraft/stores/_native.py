@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib import import_module
@@ -90,10 +91,20 @@ def library() -> ctypes.PyDLL | None:
 @cache
 def trees() -> Any:
     """The module of `_trees.c`, or None where it was not built; TRUEDRAFT_NATIVE=0 in the environment hides it."""
+    return _module("_trees", ON_TREES)
+
+
+@cache
+def drafts() -> Any:
+    """The same of `_drafts.c`, which reads the automata of `library`."""
+    return None if library() is None else _module("_drafts", ("frequent",))
+
+
+def _module(name: str, functions: Sequence[str]) -> Any:
     if os.environ.get("TRUEDRAFT_NATIVE", "") == "0":
         return None
     try:
-        module = import_module("truedraft.stores._trees")
+        module = import_module(f"truedraft.stores.{name}")
     except ImportError:
         return None
-    return module if all(hasattr(module, name) for name in ON_TREES) else None
+    return module if all(hasattr(module, function) for function in functions) else None

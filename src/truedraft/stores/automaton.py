@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, addressof, byref, c_double, c_int32
+from ctypes import POINTER, addressof, byref, c_double, c_int32, c_void_p, cast
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,10 +96,14 @@ ARRAYS = {
 
 
 class CompiledAutomaton:
-    """The compiled automaton."""
+    """The compiled automaton.
+
+    address: of its structure, for other compiled code.
+    """
 
     def __init__(self, lib: ctypes.PyDLL, cap: int = CAP):
         self._lib, self._a = lib, AutomatonLayout()
+        self.address = addressof(self._a)
         if not lib.truedraft_begin(byref(self._a), cap):
             raise MemoryError("no memory for a suffix automaton")
 
@@ -204,6 +209,7 @@ class MappedAutomaton(CompiledAutomaton):
             AutomatonLayout(),
             dict(arrays),
         )  # room 0: the memory is not the library's
+        self.address = addressof(self._a)
         for name, (count, width) in ARRAYS.items():
             if len(arrays[name]) % width or arrays[name].ctypes.data % arrays[name].itemsize:
                 raise ValueError(f"{name!r} begins or ends within an entry")
@@ -228,6 +234,12 @@ class MappedAutomaton(CompiledAutomaton):
 
 def _ints(tokens: Sequence[int]) -> array[int]:
     return tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
+
+
+@cache
+def best_tree() -> int:
+    """The address of the compiled form of `Automaton.best`, for other compiled code."""
+    return cast(library().truedraft_best, c_void_p).value or 0  # type: ignore[union-attr]
 
 
 def automaton(cap: int = CAP) -> Automaton:

@@ -50,10 +50,17 @@ CLONED static int largest_of_spans(const float *score, int64_t width, int64_t sp
     return any;
 }
 
+/* Of `width` scores, no more than BLOCK, whether any is `least` or larger. */
+static inline int any_from(const float *score, int64_t width, float least) {
+    int32_t hit = 0;
+    for (int64_t j = 0; j < width; j++) hit |= score[j] >= least;
+    return hit;
+}
+
 /* The `count` <= 16 largest of a row and their indices, the largest first; returns how many there are (NaN and -inf are
    left out). A row is read once, for the largest of each span; only spans whose largest is among the `count` largest of
-   these have to be searched. odd: whether there are NaN. */
-static int32_t best_of_row(const float *score, int64_t width, int32_t count, float *best, int32_t *at, int *odd) {
+   these have to be searched, for scores that are no smaller. odd: whether there are NaN. */
+CLONED static int32_t best_of_row(const float *score, int64_t width, int32_t count, float *best, int32_t *at, int *odd) {
     const int64_t span = SPAN * (1 + width / (SPAN * (int64_t)SPANS));
     const int32_t spans = (int32_t)((width + span - 1) / span);
     float top[SPANS];
@@ -66,9 +73,9 @@ static int32_t best_of_row(const float *score, int64_t width, int32_t count, flo
         const int64_t end = (i + 1) * span < width ? (i + 1) * span : width;
         for (int64_t from = i * span; top[i] >= least && from < end; from += BLOCK) {
             const int64_t to = from + BLOCK < end ? from + BLOCK : end;
-            int32_t hit = 0;
-            for (int64_t j = from; j < to; j++) hit |= score[j] >= least;
-            for (int64_t j = from; hit && j < to; j++) n = kept(best, at, n, count, score[j], (int32_t)j);
+            const int hit = to - from == BLOCK ? any_from(score + from, BLOCK, least) : 1;
+            for (int64_t j = from; hit && j < to; j++)
+                if (score[j] >= least) n = kept(best, at, n, count, score[j], (int32_t)j);
         }
     }
     return n;

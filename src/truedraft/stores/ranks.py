@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import c_void_p, cast
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ class Ranks(Sequence[Sequence[int]]):
         assert found is not None
         self._flat, count, self._width, self._stride = found
         self._nodes = logits.shape[1]
-        self._token, self._value = array("i", bytes(4 * count * COUNT)), array("f", bytes(4 * count * COUNT))
+        empty = bytes(4 * count * COUNT)
+        self._token, self._value = array("i", empty), array("f", empty)
         self._state = bytearray(count)
         self._firsts = list(range(0, count, self._nodes))  # the line of each row's root
         self._lines = (  # as in _trees.c
@@ -101,19 +102,18 @@ class _Row(Sequence[int]):
         return self._ranks.best(self._first + node)
 
 
-_RANKS: WeakKeyDictionary[Scores, Ranks] = WeakKeyDictionary()
-
-
 def ranks_of(scores: Scores) -> Ranks | None:
     """The ranks of a pass, or of some of its rows, shared by all who ask; None where compiled code cannot read them."""
     whole, rows = scores.part or (scores, None)
-    ranks = _RANKS.get(whole)
+    ranks = vars(whole).get("ranks")
     if ranks is None:
         if compiled() is None or lines(whole.logits) is None or not whole.logits.numel():
             return None
-        ranks = _RANKS[whole] = Ranks(whole.logits)
+        ranks = vars(whole)["ranks"] = Ranks(whole.logits)
     return ranks if rows is None else ranks.of(rows)
 
 
+@cache
 def _rank() -> int:
+    """The address of the compiled form of `Ranks`."""
     return cast(library().truedraft_rank, c_void_p).value or 0  # type: ignore[union-attr]

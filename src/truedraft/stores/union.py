@@ -61,17 +61,25 @@ def followed(tree: DraftTree, emitted: Sequence[int]) -> list[int]:
 def union(trees: Sequence[DraftTree], budget: int, weights: Sequence[float] | None = None) -> Union:
     """One tree of several with the same root: its `budget` likeliest nodes, in that order, and all probes below them.
 
-    Siblings exclude each other: their confidence is adjusted to sum to 1 at most.
+    Siblings exclude each other: their confidence is adjusted to sum to 1 at most. A chain among empty drafts remains as
+    it is.
 
-    trees: with confidence.
+    trees: with confidence, and certain.
     weights: factors of each tree's nodes in that order; all the same by default.
     """
+    drafted = [k for k, tree in enumerate(trees) if len(tree.tokens) > 1]
+    if len(drafted) < 2 and weights is None:
+        only = drafted[0] if drafted else 0
+        chain = trees[only]
+        if chain.is_chain and not chain.probes:
+            kept = chain.cut(1 + budget)
+            return Union(kept, [(1 << len(trees)) - 1, *[1 << only] * (len(kept.tokens) - 1)])
     embedded: list[tuple[int, Tensor]] = []
     given = [_given(tree, embedded) for tree in trees]
     native = compiled() if len(trees) <= TREES else None
     join: Joining = native.union if native is not None else _joined
-    tokens, parent, confidence, owners, drafted = join(given, budget, list(weights or [1.0] * len(trees)))
-    whole = DraftTree(tokens, parent, probes=frozenset(range(drafted, len(tokens))), confidence=confidence)
+    tokens, parent, confidence, owners, first_probe = join(given, budget, list(weights or [1.0] * len(trees)))
+    whole = DraftTree(tokens, parent, probes=frozenset(range(first_probe, len(tokens))), confidence=confidence)
     return Union(_restored(whole, embedded) if embedded else whole, owners)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truedraft.card import Card, knob
-from truedraft.drafters._trees import frequency_tree, root_of
+from truedraft.drafters._trees import likeliest_continuations, root_of
 from truedraft.drafters.lookup._copying import WithMemory
 from truedraft.drafters.lookup._texts import RowText
 from truedraft.stores._cursor import Sizes
@@ -49,13 +49,7 @@ class Suffix(WithMemory):
         text, places = state
         text.follow(row)
         earlier = places.following(self._outputs.of(row.namespace), row.tokens, after)
-        sources = [*text.places(after), *earlier]
-        sizes = Sizes(min(budget, self.width), self.alpha, self.offset, self.rare, self.branches, self.depth)
-        longest, best = max(int(self.depth / (1 + self.alpha)), 1), None  # longer matches draft no more
-        for automaton, cursor in sources:
-            automaton.shorten(cursor, longest)
-            best = automaton.best(cursor, sizes, best.expected if best is not None else 0.0) or best
-        root = root_of(row, after)
-        if best is None:
-            return DraftTree.chain(root)
-        return frequency_tree(root, best.grown, best.occurrences, best.length)
+        alpha, depth = self.alpha, self.depth
+        sizes = Sizes(min(budget, depth), alpha, self.offset, self.rare, self.branches, depth)
+        longest = max(int(depth / (1 + alpha)), 1)  # longer matches draft no more
+        return likeliest_continuations(root_of(row, after), [*text.places(after), *earlier], sizes, longest)
