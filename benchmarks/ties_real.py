@@ -38,7 +38,7 @@ PRINTED = 20  # requests after which figures are shown
 def measured(name: str, loads: Sequence[Workload] | None, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of one model, by kind of request, after every request."""
     model, tokenizer = truedraft.load(name, "bfloat16")
-    keep = truedraft.accelerate(model, tokenizer)
+    keep = truedraft.accelerate(model, tokenizer, release_weights=False)
     began = time.process_time()
     recheck = truedraft.accelerate(model, tokenizer, ties="recheck")
     setup = time.process_time() - began
