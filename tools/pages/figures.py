@@ -589,23 +589,25 @@ def answers() -> list[str]:
 
 
 def never_slower() -> list[str]:
-    """The default over no drafts by kind of request, in first and later calls."""
+    """Drafters over no drafts by kind of request, in first and later calls."""
     runs = _results("never_slower", "runs")
     states = ("fresh", "stored", "warm")
     table = []
     for run in runs:
         kinds = list(dict.fromkeys(cell.partition(" ")[2] for cell in run["cells"]))
         for kind in kinds:
-            cells = [run["cells"][f"{state} {kind}"] for state in states]
-            of_control = sum(cell["control"] for cell in cells) / len(cells)
+            cells = [run["cells"].get(f"{state} {kind}") for state in states]
+            found = [cell for cell in cells if cell is not None]
+            of_control = sum(cell["control"] for cell in found) / len(found)
             table.append(
                 [
-                    f"{run['model']}, {run['dtype']}", kind, *(f"{cell['drafts']:.2f}" for cell in cells),
-                    f"{cells[-1]['tokens_per_pass']:.2f}", f"{of_control:.2f}",
+                    f"{run['model']}, {run['dtype']}", "default" if run["draft"] == "auto" else f"`{run['draft']}`",
+                    kind, *("" if cell is None else f"{cell['drafts']:.2f}" for cell in cells),
+                    f"{found[-1]['tokens_per_pass']:.2f}", f"{of_control:.2f}",
                 ]
             )  # fmt: skip
     states_as = ["first call", "first, times stored", "later"]
-    return _table(["model", "request", *states_as, "tokens per pass, later", "none over none"], table)
+    return _table(["model", "drafter", "request", *states_as, "tokens per pass, later", "none over none"], table)
 
 
 def whole_calls() -> list[str]:
