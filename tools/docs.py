@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import figures, methods, rooms, serving, source
+from pages import figures, methods, rooms, serving, source, weights
 from truedraft.files import write_whole
 
 ROOT = source.ROOT
@@ -51,11 +51,11 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),
     "real": lambda document, model: figures.real(model),
-    "quantised": lambda document: figures.quantised(),
+    "quantised": lambda document: weights.quantised(),
     "audited": lambda document: figures.audited(),
-    "answers": lambda document: figures.answers(),
-    "widths": lambda document: figures.widths(),
-    "large-pages": lambda document: figures.large_pages(),
+    "answers": lambda document: weights.answers(),
+    "widths": lambda document: weights.widths(),
+    "large-pages": lambda document: weights.large_pages(),
     "never-slower": lambda document: figures.never_slower(),
     "speeds": lambda document: figures.speeds(),
     "passes": lambda document: figures.passes(),

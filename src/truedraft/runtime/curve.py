@@ -126,20 +126,8 @@ class Curve:
         least, most = min(curve.bounds[0], seconds), max(curve.bounds[1], seconds)
         kept, fastest = 1 - rate, max(rate, FASTEST)
         if (native := compiled()) is not None and len(curve.widths) <= KNOTS:
-            found = native.learned(
-                Knot,
-                curve.knots,
-                curve.widths,
-                curve.seconds,
-                tokens,
-                seconds,
-                plain,
-                kept,
-                fastest,
-                FAINT,
-                least,
-                most,
-            )
+            observed, bounds = (tokens, seconds, plain, kept, fastest), (FAINT, least, most)
+            found = native.learned(Knot, curve.knots, curve.widths, curve.seconds, *observed, *bounds)
             return Curve(curve.widths, found[1], found[0], (least, most))
         expected = curve(tokens)
         knots = [Knot(width, mean, max(passes * kept, FAINT)) for width, mean, passes in curve.knots]

@@ -42,7 +42,7 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _room(size: int) -> tuple[mmap.mmap, int]:
-    """A chunk, and where it has so many bytes to take; large matrices have one of their own."""
+    """A chunk, and where a matrix of `size` bytes lies in it; large matrices have one of their own."""
     global _chunk, _taken
     if size > CHUNK // 2:
         return _mapped(size)
@@ -57,7 +57,7 @@ def _room(size: int) -> tuple[mmap.mmap, int]:
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:
-    """New memory in large pages, and where the first of these begins: so many bytes follow."""
+    """New memory in large pages, and where the first of these begins: at least `size` bytes follow."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
