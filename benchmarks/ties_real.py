@@ -9,7 +9,7 @@ that `--ask` asks something about. `keep` is the default and
 `recheck` is `accelerate(ties="recheck")`, both with drafts. Each request is answered by `model.generate` and by both,
 in turns in one process; times are process time of whole calls, prompts included. `setup` is the process time of
 `accelerate(ties="recheck")` itself, in which bits are compared, after `keep` was set up. Rows of the file of other
-models, kinds and numbers of tokens are kept.
+models, kinds and numbers of tokens are kept, and a row with fewer texts than `--limit` is gone on with.
 """
 
 from __future__ import annotations
@@ -35,18 +35,30 @@ from audited import prompts_of  # isort: skip
 PRINTED = 20  # requests after which figures are shown
 
 
-def measured(name: str, loads: Sequence[Workload] | None, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The figures of one model, by kind of request, after every request."""
+Row = dict[str, Any]
+
+
+def about(row: Row) -> tuple[Any, ...]:
+    return row["model"], row["kind"], row["tokens"]
+
+
+def measured(
+    name: str, loads: Sequence[Workload] | None, args: argparse.Namespace, before: dict[tuple[Any, ...], Row]
+) -> Iterator[Row]:
+    """The figures of one model, by kind of request, after every request that is not in the rows of before."""
     model, tokenizer = truedraft.load(name, "bfloat16")
     keep = truedraft.accelerate(model, tokenizer, release_weights=False)
     began = time.process_time()
     recheck = truedraft.accelerate(model, tokenizer, ties="recheck")
     setup = time.process_time() - began
     for load in embedded(tokenizer=tokenizer) if loads is None else loads:
-        seconds: dict[str, float] = defaultdict(float)
-        differ = {"keep": 0, "recheck": 0}
-        near = chosen = 0.0
-        for done, item in enumerate(load.items[: args.limit], 1):
+        had = before.get((Path(name).name, load.name, args.tokens), {})
+        seconds: dict[str, float] = defaultdict(float, had.get("seconds", {}))
+        differ = dict(had.get("differ", {"keep": 0, "recheck": 0}))
+        chosen = float(had.get("emitted", 0))
+        near = had.get("near_ties", 0.0) * chosen
+        first = had.get("texts", 0)
+        for done, item in enumerate(load.items[first : args.limit], first + 1):
             text = item.text if loads is None else request_text(tokenizer, item.text)
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
             texts = {}
@@ -85,12 +97,11 @@ def main() -> None:
     loads = [Workload(args.kind, tuple(texts))] if args.prompts else None
     results = json.loads(args.out.read_text())["results"] if args.out and args.out.exists() else []
     for name in args.models:
-        for row in measured(name, loads, args):
+        for row in measured(name, loads, args, {about(row): row for row in results}):
             if row["texts"] % PRINTED == 0:
                 print(json.dumps(row), flush=True)
             if args.out:
-                about = {name: row[name] for name in ("model", "kind", "tokens")}
-                results = [other for other in results if not other.items() >= about.items()] + [row]
+                results = [other for other in results if about(other) != about(row)] + [row]
                 write_whole(args.out, json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
 
 

@@ -29,6 +29,8 @@ LARGE = 1 << 25  # weights of a layer
 KEYS = (*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 127, 128, 129, 511, 512, 513, 700, 1025)
 FEW = 83  # keys where the sum of a softmax is compared
 MANY = 300, 301, 302, 303, 306, 307  # and sums of products, of which torch adds up four together and then the others
+ROUNDED = -1.8203125, -0.00714111328125, -2.372264862060547e-05  # add up to a score that expf() rounds the other way
+HEADS = 1 << 10  # whose sums of its exponential are compared
 GREATER = 2.0**16  # what numbers are multiplied by that cancel each other
 SUMS = 1 << 18  # results where the first is compared: another order changes about one in 100,000
 GROUP = 16  # most nodes of a group, as MANY in pass.c
@@ -87,8 +89,9 @@ def attends_as_torch(heads: int, kv_heads: int, head: int, scale: float) -> bool
 
 @torch.no_grad()
 def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequence[bool]:
-    """Comparisons at all numbers of keys; of sums of softmaxes; and of values and of keys that cancel each other, but
-    for the rounding of each addition, which shows beside the smaller ones that are left."""
+    """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials in them that are computed one by
+    one; and of values and of keys that cancel each other, but for the rounding of each addition, which shows beside the
+    smaller ones that are left."""
     generator = _seeded(0)
 
     def some(*sizes: int) -> Tensor:
@@ -105,9 +108,12 @@ def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequ
     keys, values = some(kv_heads, max(KEYS)), some(kv_heads, max(KEYS))
     sums = -(-SUMS // (GROUP * heads * head)) * GROUP
     several, fewer = some(GROUP, heads), keys[:, : max(MANY)]
+    one, four = torch.zeros(1, HEADS, head), torch.zeros(HEADS, 4, head)
+    one[..., : len(ROUNDED)], four[:, 1:, : len(ROUNDED)] = 1.0, torch.tensor(ROUNDED)
     return (
         _alike(2 * some(len(KEYS), heads), keys, values, KEYS, scale),
         _alike(some(sums, heads), keys, values, [FEW] * sums, scale),
+        _alike(one.to(torch.bfloat16), four.to(torch.bfloat16), some(HEADS, 4), [4], 1.0),
         all(
             _alike(several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
             for n in MANY
