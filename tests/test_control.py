@@ -244,6 +244,30 @@ def test_what_steps_cost_without_drafts_is_known_soon() -> None:
     assert control._costs.known and control._costs.plain == pytest.approx(1.2)
 
 
+def test_a_check_of_steps_without_drafts_learns_from_its_last_ones_alone() -> None:
+    """Drafts that pay a little pause for eight steps now and then, of which the last three are learnt from."""
+    drafter = Suffix()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control.start([row])
+    steps, drafted, learnt, rests = control._costs._batches[0], [], [], []
+    for _ in range(60):
+        (size,) = control.budget([row])
+        drafted.append(size > 0)
+        before = steps.learnt
+        spend(control, draft=0.01 * (size > 0))
+        control.prune([row], [DraftTree.chain(row.tokens[-1], *([2], [0.05]) if size else ())])
+        spend(control, target=1.0 if size else 1.3)
+        row.tokens += [3]
+        control.observe([row], [], [])
+        learnt.append(steps.learnt - before)
+        rests.append(control._resting)
+    first = drafted.index(False)
+    assert drafted[first : first + 9] == [False] * 8 + [True]
+    assert learnt[first : first + 9] == [0] * 5 + [1] * 3 + [0]
+    assert rests[first : first + 9] == [4, 3, 2, 1, 0, 0, 0, 0, 0]  # steps in which nothing is decided
+    assert control._costs.plain == pytest.approx(1.3, rel=0.01)
+
+
 @pytest.mark.parametrize("faster", [False, True])
 def test_a_pass_costs_what_its_rows_have_stored(faster: bool) -> None:
     """Rows of 100 to 1,500 tokens, of which each costs a thousandth of a pass, on a machine that is slower than when

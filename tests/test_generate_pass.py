@@ -83,8 +83,8 @@ def test_attention_over_any_number_of_keys_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("left", [3, 11])
 def test_exponentials_of_keys_that_fill_no_vector_are_those_of_torch(left: int) -> None:
-    """Of a score that expf() rounds the other way: their sum differs by a few units in the last place, which shows in one
-    of ten thousand results. The first key has the highest score, so that the score is not moved."""
+    """Of a score that expf() rounds the other way: their sum differs by a few units in the last place, which shows in
+    one of ten thousand results. The first key has the highest score, so that the score is not moved."""
     heads, size, low = 2000, 64, -200.0
     torch.manual_seed(left)
     query, keys = torch.zeros(1, heads, size), torch.zeros(heads, 16 + left, size)

@@ -131,6 +131,9 @@ class DrafterState:
         """Passes after this one for which it does not draft; it plans again after them."""
         if not self.width:
             return RESTED
+        if passes.unlearnt:
+            self.alert = False
+            return passes.unlearnt
         if not (passes.measured and passes.known):
             return 0
         waits = 0 if self.requested else min(self.trials.pause(passes.plain), RESTED)

@@ -115,6 +115,11 @@ class PassCosts:
             self._batch.made += not drafts
 
     @property
+    def unlearnt(self) -> int:
+        """Steps of the current check that come before those that it learns from."""
+        return max(WARM - self._run, 0) if self._checking and self._batch.learnt else 0
+
+    @property
     def known(self) -> bool:
         """Whether enough steps without drafts of about as many rows were learnt from."""
         return self._batch.learnt >= ENOUGH

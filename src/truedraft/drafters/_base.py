@@ -144,6 +144,11 @@ class Drafter(ABC):
         `row.tokens` already contains the emitted tokens.
         """
 
+    @property
+    def attentive(self) -> bool:
+        """Whether it has anything to observe of a pass that it did not draft for; else combinations leave it out."""
+        return True
+
     def resumes(self, row: Row) -> bool:
         """Whether the row's text has come to a place where a draft is likelier right than the latest ones, none of
         which was worth verifying. Called before passes for which it does not draft; it must cost next to nothing."""
@@ -197,7 +202,8 @@ class PerRow(Continuing, Generic[State]):
     _observes: ClassVar[bool]  # whether it learns from passes
 
     def __init_subclass__(cls) -> None:
-        cls._observes = cls.learn is not PerRow.learn or cls.learn_all is not PerRow.learn_all
+        own = (cls.learn, PerRow.learn), (cls.learn_all, PerRow.learn_all), (cls.observe, PerRow.observe)
+        cls._observes = any(method is not inherited for method, inherited in own)
 
     def __post_init__(self) -> None:
         self.forget()
@@ -279,6 +285,10 @@ class PerRow(Continuing, Generic[State]):
             self.learn_all(rows, trees, scores, accepted)
             self._learning = moving_average(self._learning, time.perf_counter() - began)
         self._requested = False
+
+    @property
+    def attentive(self) -> bool:
+        return self._observes or self._requested or self._calibration.follows
 
     def _learns(self) -> bool:
         """Whether it learns from this pass; if learning is expensive, only from some passes without a draft."""

@@ -131,7 +131,8 @@ class Many(Joint):
             calibration.update(rows)
         for k, part in enumerate(self._parts):
             if k not in self._called:
-                part.observe(rows, trees, scores, accepted)
+                if part.attentive:
+                    part.observe(rows, trees, scores, accepted)
                 continue
             began = time.perf_counter()
             part.observe(rows, trees, scores, accepted)

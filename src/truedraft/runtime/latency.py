@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -223,6 +224,7 @@ def _key(target: Timeable) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
 
 
+@cache
 def _processor() -> str:
     try:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

@@ -89,9 +89,9 @@ def attends_as_torch(heads: int, kv_heads: int, head: int, scale: float) -> bool
 
 @torch.no_grad()
 def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequence[bool]:
-    """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials in them that are computed one by
-    one; and of values and of keys that cancel each other, but for the rounding of each addition, which shows beside the
-    smaller ones that are left."""
+    """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials in them that are computed one
+    by one; and of values and of keys that cancel each other, but for the rounding of each addition, which shows beside
+    the smaller ones that are left."""
     generator = _seeded(0)
 
     def some(*sizes: int) -> Tensor:
