@@ -1,14 +1,15 @@
 """What decoding costs besides the passes of the target: milliseconds of a pass by part, with a target that takes none.
 
-    python benchmarks/host.py [--rows 1 8 32] [--passes 48] [--rounds 3] [--label LABEL] --json FILE
-    python benchmarks/host.py --calls 40 [--label LABEL] --json FILE
+    python benchmarks/host.py [--rows 1 8 32] [--passes 48] [--rounds 3] [--weights MB] [--label LABEL] --json FILE
+    python benchmarks/host.py --calls 40 [--weights MB] [--label LABEL] --json FILE
 
 The target is a stand-in: it says the next token of a written text at every node that agrees with it, and anything
 elsewhere, over a vocabulary of 49,152. By the clock that the control reads, a pass takes what one of a small model
-takes, so that drafts pay as they do there; in truth it takes no time that is counted. Figures are processor time, the
-medians of passes. Two kinds of text: `edit`, the prompt with a change now and then, and `prose`, which goes on. Two
-ways to draft by the default drafter: under the cost control, and `full`, 16 nodes for each row in every pass, verified
-whatever they cost. Rows of other labels are kept.
+takes, so that drafts pay as they do there; in truth it takes no time that is counted. `--weights 100`: it reads as many
+megabytes, as a pass over weights does, which leave none of the host's memory in the processor's caches. Figures are
+processor time, the medians of passes. Two kinds of text: `edit`, the prompt with a change now and then, and `prose`,
+which goes on. Two ways to draft by the default drafter: under the cost control, and `full`, 16 nodes for each row in
+every pass, verified whatever they cost. Rows of other labels are kept.
 
 `--calls N`: instead, the first calls of 96 tokens of N fresh controls and drafters, in a model of passes in packed
 weights of few bits, which grow fast with their width: the time without drafts over that with them, by the clock, what
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -91,7 +92,11 @@ class Written:
 
     Args:
         texts: by slot. cost: the seconds of a pass over so many nodes, by the clock.
+
+    weights: what a pass reads besides.
     """
+
+    weights: ClassVar[Tensor] = torch.zeros(0)
 
     branching = croppable = True
     padded = cold = False
@@ -111,6 +116,7 @@ class Written:
     def _passing(self, nodes: int) -> Iterator[None]:
         began = self._clock.real()
         yield
+        self.weights.sum()
         spent = self._clock.real() - began
         self.seconds += spent
         self._clock.ahead += self._cost(nodes) - spent
@@ -338,8 +344,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--label", default="now", help="rows of the same label are replaced")
     parser.add_argument("--calls", type=int, default=0)
+    parser.add_argument("--weights", type=int, default=0, help="megabytes that a pass reads")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    Written.weights = torch.zeros(args.weights << 18)
     found: list[dict[str, Any]] = []
     for kind in ("nothing", "prose", "edit") if args.calls else ():
         found.append({"label": args.label, "calls": args.calls} | first_calls(kind, args.calls))

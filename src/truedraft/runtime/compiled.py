@@ -94,7 +94,7 @@ class CompiledPass(ExtendingPass):
         self._variants: dict[tuple[tuple[int, ...], Reduction, RowCache | RoundedEntries | None], ctypes.Array[Op]] = {}
         if cache is None:
             return
-        p = self.program
+        p, dtype = self.program, self.model.dtype
         p.refresh()
         self._lists.refresh()
         for rounded in self._rounded.values():
@@ -102,13 +102,13 @@ class CompiledPass(ExtendingPass):
         for op, at in zip(p.ops, p.layers, strict=True):
             if op.kind == OpKind.ATTEND and not (layer := cache.layers[at]).is_initialized:
                 heads, size = (1, op.inner) if op.inner else (op.kv_heads, op.head)  # latents: those of all heads
-                layer.allocate(heads, op.head, self.model.dtype, torch.device("cpu"), size)
+                layer.allocate(heads, op.head, dtype, torch.device("cpu"), size)
         for op, at in zip(p.ops, p.layers, strict=True):
             if at >= 0:
                 point(op, cache.layers[at])
                 rotary = p.rotaries.get(at, p.rotary)
                 if op.kind in (OpKind.PREPARE, OpKind.LATENT) and rotary is not None and at not in p.unrotated:
-                    cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, self.model.dtype)
+                    cos, sin = self._tables(rotary, p.layer_types[at], cache.cursor.capacity, dtype)
                     op.cosine, op.sine, op.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
                 if op.kind == OpKind.PREPARE and at in p.factored and p.factor:
                     op.factor = self._along(p.factor, cache.cursor.capacity).data_ptr()

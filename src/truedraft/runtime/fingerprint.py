@@ -104,14 +104,10 @@ def does_more(module: Any) -> bool:
     The hooks with which transformers captures outputs do not count.
     """
     own = vars(module)
-    return bool(
-        own["_forward_pre_hooks"]
-        or ("forward" in own and not isinstance(own["forward"], Dispatcher | None))
-        or any(
-            not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")
-            for hook in own["_forward_hooks"].values()
-        )
-    )
+    if own["_forward_pre_hooks"] or ("forward" in own and not isinstance(own["forward"], Dispatcher | None)):
+        return True
+    hooks = own["_forward_hooks"].values()
+    return any(not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing") for h in hooks)
 
 
 def hooked(model: nn.Module) -> list[str]:

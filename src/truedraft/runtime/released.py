@@ -243,15 +243,14 @@ def _check(kept: PanelTensor, x: Tensor, expected: Tensor) -> None:
         )
 
 
+def in_panels(model: nn.Module) -> list[PanelTensor]:
+    """The weights of a model that are in panels alone."""
+    return [weight for weight in model.parameters() if isinstance(weight, PanelTensor)]
+
+
 def bytes_in_panels(model: nn.Module) -> int:
-    """Bytes of the weights of a model that are in panels alone."""
-    return sum(weight.qdata.nbytes for weight in model.parameters() if isinstance(weight, PanelTensor))
-
-
-def bytes_made(model: nn.Module) -> int:
-    """Bytes of these weights that were made once more, for calls of the model by its owner."""
-    made = [weight.made for weight in model.parameters() if isinstance(weight, PanelTensor)]
-    return sum(matrix.nbytes for matrix in made if matrix is not None)
+    """Bytes of these."""
+    return sum([weight.qdata.nbytes for weight in in_panels(model)])
 
 
 def trim() -> None:

@@ -20,7 +20,7 @@ CHANGING = ("dynamic", "longrope")  # kinds of rotary scaling
 
 def changes(module: nn.Module) -> bool:
     """Whether a module computes rotary embeddings with such frequencies, which it keeps from call to call."""
-    kind = getattr(module, "rope_type", None)
+    kind = vars(module).get("rope_type")
     return any(k in CHANGING for k in (kind.values() if isinstance(kind, dict) else [kind]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +31,7 @@ from truedraft.runtime.generate_pass import GeneratePass
 from truedraft.runtime.graphs import CudaGraphs, GraphPass
 from truedraft.runtime.panels import Panels, forget, panels_of
 from truedraft.runtime.processors import long_prompt
-from truedraft.runtime.released import PanelTensor, bytes_in_panels, bytes_made
+from truedraft.runtime.released import PanelTensor, in_panels
 from truedraft.runtime.tokenwise import TokenwisePass
 from truedraft.runtime.weights import NotCompilable
 from truedraft.targets.drafting import ViewPasses
@@ -152,11 +153,16 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
     def changed(self) -> bool:
         return fingerprint(self.model) != self._made_of or self.runner.changed
 
+    @cached_property
+    def _in_panels(self) -> list[PanelTensor]:
+        """The weights of the model that are in panels alone, as it was hosted."""
+        return in_panels(self.model)
+
     @property
     def runtime(self) -> str:
-        once = bytes_in_panels(self.model)
+        once = sum([weight.qdata.nbytes for weight in self._in_panels])
         kept = f"{once / 1e6:,.0f} MB of weights kept once, in panels" if once else ""
-        if made := bytes_made(self.model):
+        if made := sum([weight.made.nbytes for weight in self._in_panels if weight.made is not None]):
             kept += f", {made / 1e6:,.0f} MB of them made once more for calls of the model itself"
         notes = [self.fallback_reason or "", kept, str(self._copied) if self._copied else ""]
         name = self.runner.name if self.view is None else f"{self.runner.under_views} under {self.view.lossy}"
@@ -196,7 +202,7 @@ class DecoderTarget(ViewPasses, ExtendingPasses):
         return (
             type(self.model).__name__, self.config.to_json_string(use_diff=False), str(self.dtype),
             self.model.config._attn_implementation, self.runner.name,
-            "panels" if self._copied or bytes_in_panels(self.model) else "in place",
+            "panels" if self._copied or self._in_panels else "in place",
             *(() if self.view is None else (repr(self.view),)),
         )  # fmt: skip
 
