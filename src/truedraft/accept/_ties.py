@@ -7,6 +7,7 @@ forward. The rounding noise of logits is measured when a model is hosted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,18 +40,20 @@ class NearTies(Delegate):
     laws: Laws
     margin: float
     _again: Callable[[Row], Tensor] | None
-    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token
+    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token,
+    _floats: bytearray  # and those of others, as floats one after another: a tensor for each pass would take its time
 
     def __init__(self, rule: ArgmaxRule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)
         self.laws, self.margin = laws, 2 * noise * laws.gain
         self._again = again
-        self._best = []
+        self._best, self._floats = [], bytearray()
 
     @property
     def rate(self) -> float | None:
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
-        best = torch.cat(self._best) if self._best else torch.empty(0)
+        others = array("f", bytes(self._floats))
+        best = torch.cat([*self._best, torch.tensor(others).view(-1, 2)])
         return float(self._near(best).double().mean()) if len(best) else None
 
     def decide_all_nodes(
@@ -84,7 +87,7 @@ class NearTies(Delegate):
             if (keys := self.inner.keys(pass_.scores.logits, pass_.chance)) is not None:
                 paths = [one.path[: _emitted(row, len(one.path))] for row, one in zip(pass_.rows, found, strict=True)]
                 if ranks := ranks_of(pass_.scores) if keys is pass_.scores.logits else None:
-                    self._kept(ranks.two_largest(paths))
+                    self._floats += ranks.two_largest(paths)
                 else:
                     places = [b * keys.shape[1] + node for b, path in enumerate(paths) for node in path]
                     self._kept(two_largest(keys, places))

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from truedraft.stores._native import library
@@ -62,10 +61,10 @@ class Ranks(Sequence[Sequence[int]]):
         found: list[tuple[tuple[int, ...], int]] = compiled().walk(self._lines, self._firsts, drafts)
         return found
 
-    def two_largest(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """(k, 2): the two largest scores at the nodes of a path of each row, row after row."""
-        found = bytearray(compiled().highest(self._lines, self._firsts, list(paths)))
-        return torch.frombuffer(found, dtype=torch.float32).view(-1, 2) if found else torch.empty(0, 2)
+    def two_largest(self, paths: Sequence[tuple[int, ...]]) -> bytes:
+        """The two largest scores, as floats, at each node of a path of each row, row after row."""
+        found: bytes = compiled().highest(self._lines, self._firsts, list(paths))
+        return found
 
     def recycle(self, trees: Sequence[DraftTree], table: np.ndarray) -> None:
         """Write the likeliest successors of every node's token, as many as a line of the table has places, into the
