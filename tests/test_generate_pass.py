@@ -152,7 +152,7 @@ def test_other_bits_are_noticed_before_they_are_used(monkeypatch: pytest.MonkeyP
 def test_every_comparison_of_attention_holds() -> None:
     """For numbers of heads and sizes that the models here do not have."""
     for shape in ((6, 2, 24, 0.2), (5, 5, 72, 0.1)):
-        assert orders._attention_alike(*shape) == (True,) * 5
+        assert orders._attention_alike(*shape) == (True,) * 6
 
 
 def test_sums_of_softmaxes_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_sums_of_softmaxes_in_another_order_are_noticed(monkeypatch: pytest.Monk
         return result
 
     monkeypatch.setattr(orders, "attention_alone", rounded)
-    assert orders._attention_alike(4, 2, 32, 0.25) == (True, False, True, True, True)
+    assert orders._attention_alike(4, 2, 32, 0.25) == (True, False, True, True, True, True)
 
 
 def test_orders_are_measured_again_for_another_number_of_threads() -> None:

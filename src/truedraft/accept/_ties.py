@@ -52,8 +52,10 @@ class NearTies(Delegate):
     @property
     def rate(self) -> float | None:
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
-        others = array("f", bytes(self._floats))
-        best = torch.cat([*self._best, torch.tensor(others).view(-1, 2)])
+        found = list(self._best)
+        if self._floats:
+            found.append(torch.tensor(array("f", bytes(self._floats))).view(-1, 2))
+        best = torch.cat(found) if found else torch.empty(0)
         return float(self._near(best).double().mean()) if len(best) else None
 
     def decide_all_nodes(

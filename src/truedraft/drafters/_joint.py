@@ -99,6 +99,10 @@ class Joint(Drafter):
         """Its name in messages."""
         return type(self).__name__
 
+    @property
+    def attentive(self) -> bool:
+        return True  # it counts passes
+
     def resumes(self, row: Row) -> bool:
         return any(part.resumes(row) for part in self._parts)
 

@@ -6,6 +6,7 @@ that results are compared bit for bit before an order is used, with numbers that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -30,7 +31,8 @@ KEYS = (*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 127, 128, 129, 511, 512, 
 FEW = 83  # keys where the sum of a softmax is compared
 MANY = 300, 301, 302, 303, 306, 307  # and sums of products, of which torch adds up four together and then the others
 ROUNDED = -1.8203125, -0.00714111328125, -2.372264862060547e-05  # add up to a score that expf() rounds the other way
-HEADS = 1 << 10  # whose sums of its exponential are compared
+HEADS = 1 << 10  # whose sums of its exponential are compared,
+SPLIT = 512, 64  # keys that torch adds up before others, and heads where what it multiplies their sums by is compared
 GREATER = 2.0**16  # what numbers are multiplied by that cancel each other
 SUMS = 1 << 18  # results where the first is compared: another order changes about one in 100,000
 GROUP = 16  # most nodes of a group, as MANY in pass.c
@@ -89,9 +91,9 @@ def attends_as_torch(heads: int, kv_heads: int, head: int, scale: float) -> bool
 
 @torch.no_grad()
 def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequence[bool]:
-    """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials in them that are computed one
-    by one; and of values and of keys that cancel each other, but for the rounding of each addition, which shows beside
-    the smaller ones that are left."""
+    """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials that are computed one by one,
+    of keys in them and of highest scores; and of values and of keys that cancel each other, but for the rounding of
+    each addition, which shows beside the smaller ones that are left."""
     generator = _seeded(0)
 
     def some(*sizes: int) -> Tensor:
@@ -109,17 +111,29 @@ def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequ
     sums = -(-SUMS // (GROUP * heads * head)) * GROUP
     several, fewer = some(GROUP, heads), keys[:, : max(MANY)]
     one, four = torch.zeros(1, HEADS, head), torch.zeros(HEADS, 4, head)
-    one[..., : len(ROUNDED)], four[:, 1:, : len(ROUNDED)] = 1.0, torch.tensor(ROUNDED)
+    one[..., :3], four[:, 1:, :3] = 1.0, torch.tensor(ROUNDED)
     return (
         _alike(2 * some(len(KEYS), heads), keys, values, KEYS, scale),
         _alike(some(sums, heads), keys, values, [FEW] * sums, scale),
         _alike(one.to(torch.bfloat16), four.to(torch.bfloat16), some(HEADS, 4), [4], 1.0),
+        _alike(*_split(head), [SPLIT[0] + 1], 1.0),
         all(
             _alike(several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
             for n in MANY
         ),
         _alike(cancelling(several, 2, 1.0), cancelling(fewer, 2, GREATER), values[:, : max(MANY)], [300] * GROUP, 1.0),
     )
+
+
+def _split(head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values where the highest score is that of the key after those that are added up first: their
+    sum is multiplied by the exponential of a ROUNDED score, and that key's value takes most of it away."""
+    first, heads = SPLIT
+    query, keys = torch.zeros(1, heads, head), torch.zeros(heads, first + 1, head)
+    query[..., :4], keys[:, 1:first, 3], keys[:, 0, :3] = 1.0, -1000.0, torch.tensor(ROUNDED)
+    values = torch.randn(heads, first + 1, head, generator=_seeded(1)).to(torch.bfloat16)
+    values[:, first] = -values[:, 0] * math.exp(sum(ROUNDED))
+    return query.to(torch.bfloat16), keys.to(torch.bfloat16), values
 
 
 def _seeded(seed: int) -> torch.Generator:
