@@ -7,7 +7,6 @@ forward. The rounding noise of logits is measured when a model is hosted.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,7 +53,7 @@ class NearTies(Delegate):
         """The fraction of the chosen tokens that were near-ties; None where keys were not given."""
         found = list(self._best)
         if self._floats:
-            found.append(torch.tensor(array("f", bytes(self._floats))).view(-1, 2))
+            found.append(torch.frombuffer(bytearray(self._floats), dtype=torch.float32).view(-1, 2))
         best = torch.cat(found) if found else torch.empty(0)
         return float(self._near(best).double().mean()) if len(best) else None
 
