@@ -93,7 +93,7 @@ class Written:
     Args:
         texts: by slot. cost: the seconds of a pass over so many nodes, by the clock.
 
-    weights: what a pass reads besides.
+    weights: numbers that every pass reads, as a model reads its weights.
     """
 
     weights: ClassVar[Tensor] = torch.zeros(0)

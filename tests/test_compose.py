@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +255,40 @@ def test_parts_that_were_not_chosen_observe_every_pass() -> None:
     row.tokens += [5, 3]
     drafter.observe([row], [tree], Scores(torch.zeros(1, 2, 9), {}, [0]), [Accepted((0, 1), 3, False)])
     assert [part.seen for part in parts] == [[2], [2]]
+
+
+class Watching(FixedChain):
+    """Learns by `observe` itself."""
+
+    learn = PerRow.learn
+
+    def observe(self, *given: Any) -> None:
+        super().observe(*given)
+        self.seen.append(0)
+
+
+class Unlearning(FixedChain):
+    """Learns nothing from passes; notes what the calibration of its confidences is given."""
+
+    learn = PerRow.learn
+
+    def start(self, rows: Sequence[Row]) -> None:
+        super().start(rows)
+        self._calibration.update = self.seen.extend  # type: ignore[assignment, method-assign]
+
+
+def test_parts_observe_passes_without_drafts_where_they_learn_or_compare_drafts() -> None:
+    parts = [FixedChain([5]), Watching([6]), Unlearning([7]), Merge([Unlearning([8]), Unlearning([9])])]
+    drafter = Merge(parts)
+    row, tree = drafted(drafter, 0)
+    assert all(part.attentive for part in parts if part is not parts[2]) and not parts[2].attentive
+    observed = [row], [tree], Scores(torch.zeros(1, 1, 9), {}, [0]), [Accepted((0,), 3, False)]
+    drafter.observe(*observed)
+    assert [part.seen for part in parts[:3]] == [[1], [0], []]
+    drafter.propose([row], [8])
+    assert parts[2].attentive
+    drafter.observe(*observed)
+    assert [len(part.seen) for part in parts[:3]] == [2, 2, 1]
 
 
 def calls_in_60_passes(drafter: Merge, seconds: float, emitted: int) -> list[int]:

@@ -39,8 +39,8 @@ class NearTies(Delegate):
     laws: Laws
     margin: float
     _again: Callable[[Row], Tensor] | None
-    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token,
-    _floats: bytearray  # and those of others, as floats one after another: a tensor for each pass would take its time
+    _best: list[Tensor]  # (k, 2) each: the two largest keys of each chosen token;
+    _floats: bytearray  # where compiled code finds them, floats instead: making a tensor in each pass takes longer
 
     def __init__(self, rule: ArgmaxRule, laws: Laws, noise: float, again: Callable[[Row], Tensor] | None = None):
         super().__init__(rule)

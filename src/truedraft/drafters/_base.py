@@ -202,8 +202,7 @@ class PerRow(Continuing, Generic[State]):
     _observes: ClassVar[bool]  # whether it learns from passes
 
     def __init_subclass__(cls) -> None:
-        own = (cls.learn, PerRow.learn), (cls.learn_all, PerRow.learn_all), (cls.observe, PerRow.observe)
-        cls._observes = any(method is not inherited for method, inherited in own)
+        cls._observes = cls.learn is not PerRow.learn or cls.learn_all is not PerRow.learn_all
 
     def __post_init__(self) -> None:
         self.forget()
@@ -288,7 +287,8 @@ class PerRow(Continuing, Generic[State]):
 
     @property
     def attentive(self) -> bool:
-        return self._observes or self._requested or self._calibration.follows
+        learns = self._observes or type(self).observe is not PerRow.observe
+        return learns or self._requested or self._calibration.follows
 
     def _learns(self) -> bool:
         """Whether it learns from this pass; if learning is expensive, only from some passes without a draft."""

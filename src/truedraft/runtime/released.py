@@ -249,7 +249,7 @@ def in_panels(model: nn.Module) -> list[PanelTensor]:
 
 
 def bytes_in_panels(model: nn.Module) -> int:
-    """Bytes of these."""
+    """Bytes of the weights of a model that are in panels alone."""
     return sum([weight.qdata.nbytes for weight in in_panels(model)])
 
 
