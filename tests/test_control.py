@@ -374,6 +374,10 @@ class ExpensiveDrafter:
     """A drafter every level of which costs a pass of a model."""
 
     width, prior_confidence, autoregressive, adaptive, overlapped = 8, 0.7, True, False, False
+    found = False
+
+    def resumes(self, row: Row) -> bool:
+        return self.found
 
 
 class AdaptiveDrafter(ExpensiveDrafter):
@@ -860,6 +864,65 @@ def test_steps_right_after_drafts_do_not_count_as_what_a_step_costs(
     first, last = (sum(size > 0 for size in some) for some in (sizes[:250], sizes[-1000:]))
     assert first > 220 and last > 900 if pays else first < 100 and last < 50
     assert control._costs.plain == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_verifying_takes_outside_of_passes_counts_against_drafts() -> None:
+    """Half of the drafts of one token are right, and a pass over one is no slower; but a step in which one is verified
+    takes 0.8 of a plain one besides, of which the times of passes show nothing. Now and then nothing is found."""
+    control = opened(DRAFTER, FLAT)
+    row, sizes = row_of(), []
+    control.start([row])
+    for turn in range(400):
+        (most,) = control.budget([row])
+        found = most > 0 and turn % 3 > 0
+        tree = DraftTree.chain(row.tokens[-1], [2] * found, [0.5] * found)
+        sizes.append(len(control.prune([row], [tree])[0]) - 1)
+        outside = 0.1 + 0.8 * sizes[-1]
+        spend(control, target=1.0, observe=outside, all=1.0 + outside)
+        row.tokens += [2] * (1 + sizes[-1] * (turn % 2))
+        control.observe([row], [], [])
+    assert control._costs(2) - control._costs(1) == pytest.approx(control._costs.verifying) == pytest.approx(0.8)
+    assert control._costs.per_node(1, 1).node == 0
+    assert sum(sizes[-200:]) < 20
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_verified_drafts_of_which_nothing_is_accepted_are_in_vain(saved: bool) -> None:
+    """They promise much and hold nothing: fewer and fewer are made, unless earlier ones have saved time."""
+    control = opened(DRAFTER, FLAT)
+    row, drafts = row_of(), 0
+    control.start([row])
+    for turn in range(300):
+        (size,) = control.budget([row])
+        right = saved and turn < 40
+        drafts += size > 0
+        spend(control, draft=0.05 * (size > 0))
+        tree = DraftTree.chain(row.tokens[-1], [2][:size], [0.9][:size])
+        verified = len(control.prune([row], [tree])[0]) - 1
+        spend(control, target=1.0)
+        row.tokens += [2] * (1 + verified * right)
+        control.observe([row], [], [])
+    assert drafts > 250 if saved else drafts < 30
+
+
+def test_steps_rest_before_it_is_known_what_they_cost() -> None:
+    """Those that nothing would be learnt from; and a row that has come to something to draft ends the pause."""
+    drafter = ExpensiveDrafter()
+    control, row = opened(drafter, FLAT), row_of(drafter)
+    control._costs._batches.clear()
+    control.start([row])
+    kinds = []
+    for turn in range(40):
+        drafter.found = turn == 30
+        (size,) = control.budget([row])
+        kinds.append("draft" if size else "step" if control._batch else "rest")
+        spend(control, draft=0.1 * (size > 0))
+        control.prune([row], [DraftTree.chain(row.tokens[-1])])
+        spend(control, target=1.2)
+        row.tokens += [2]
+        control.observe([row], [], [])
+    assert kinds[:3] == ["step"] * 3 and kinds.count("step") == 6 and kinds[30] == "draft" == kinds[24]
+    assert kinds[16:24] == ["rest"] * 5 + ["step"] * 3  # the longest pause before the costs are known
 
 
 def test_one_drafter_stops_while_another_goes_on() -> None:

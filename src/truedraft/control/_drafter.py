@@ -24,7 +24,7 @@ REPLANNED = 16  # passes for which a plan holds as long as nothing is drafted: o
 RESTED = 16  # passes at most for which nothing is decided, as long as trials may lose no time
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
-VAIN = 3  # drafts in a row of which nothing is verified, until a pass is left out between two, then two, then four
+VAIN = 3  # drafts in a row in vain, until a pass is left out between two, then two, then four
 LONGEST = 16  # passes left out at most
 NOTED = 0.02  # of a plain pass: drafts that cost less are made in every pass
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -89,17 +89,19 @@ class DrafterState:
         self._planned_for = 0, 0
         self._vain = self._pause = 0
 
-    def settle(self, drafting: float, aside: float, passed: float, plain: float) -> None:
+    def settle(self, drafting: float, aside: float, verifying: float, passed: float, plain: float) -> None:
         """Account for the latest pass.
 
         drafting: seconds of its drafting so far.
         aside, passed: its share of the seconds of observing and control, and of passes.
+        verifying: of `aside`, what is due to drafts that were verified.
         plain: seconds of a pass without drafts.
         """
         drafted, self._drafting = drafting - self._drafting, drafting
         lost, self.lost = self.lost, 0.0
         if self.requested:
-            lost += self.costs.add(drafted, max(drafted + aside, 0.0), not (self._resumed or self._admitted))
+            usual = not (self._resumed or self._admitted)
+            lost += verifying + self.costs.add(drafted, max(drafted + aside - verifying, 0.0), usual)
         self.trials.settle(lost, passed, plain)
         self._admitted = self._admitted and not self.requested
 
@@ -119,6 +121,8 @@ class DrafterState:
         size, pays = self._planned
         if self._short >= IN_FULL and self.dear(passes):
             size = self.width
+        if self._pause and self._found(rows):
+            self._pause = 0
         permitted = self.trials.permits(pays, plain) and not self._pause
         self._pause = max(self._pause - 1, 0)
         self.requested = passes.measured and permitted and not checks
@@ -127,6 +131,11 @@ class DrafterState:
         self._short = self._short + 1 if size < self.width else 0
         return size
 
+    def _found(self, rows: Sequence[RowAcceptance]) -> bool:
+        """Whether a row has come to something to draft."""
+        drafter = self.drafter
+        return drafter is not None and any(drafter.resumes(record.row) for record in rows)
+
     def rests(self, passes: PassCosts) -> int:
         """Passes after this one for which it does not draft; it plans again after them."""
         if not self.width:
@@ -134,10 +143,13 @@ class DrafterState:
         if passes.unlearnt:
             self.alert = False
             return passes.unlearnt
-        if not (passes.measured and passes.known):
+        if not passes.measured:
             return 0
         waits = 0 if self.requested else min(self.trials.pause(passes.plain), RESTED)
-        rest, self.alert, self._pause = max(waits, self._pause), not waits, 0
+        rest, self.alert = max(waits, self._pause), not waits
+        if not passes.known:
+            rest = min(rest, passes.cold)
+        self._pause = max(self._pause - rest, 0)
         self._age = REPLANNED if rest else self._age
         return rest
 
@@ -171,9 +183,22 @@ class DrafterState:
         self.trials.expect(saved - drafting, drafting, passes.plain)
 
     def chosen(self, size: int, passes: PassCosts) -> None:
-        """Take account of how much of its drafts is verified: where nothing was for some time, a few passes are left
-        out before the next draft, unless a draft costs hardly anything beside a pass."""
-        self._vain = 0 if size else self._vain + 1
+        """Take account of how much of its drafts is verified."""
+        if not size:
+            self._in_vain(passes)
+
+    def verified(self, accepted: bool, passes: PassCosts) -> None:
+        """Take account of whether anything was accepted of the drafts that were verified; if not, they count as in vain
+        unless earlier ones have saved more time than all have lost."""
+        if accepted:
+            self._vain = self._pause = 0
+        elif self.trials.owing:
+            self._in_vain(passes)
+
+    def _in_vain(self, passes: PassCosts) -> None:
+        """Where drafts were in vain for some time, a few passes are left out before the next one, unless a draft costs
+        hardly anything beside a pass."""
+        self._vain += 1
         noted = self.costs.seconds > NOTED * passes.plain
         self._pause = min(1 << (self._vain - VAIN), LONGEST) if noted and self._vain >= VAIN else 0
 
@@ -303,7 +328,10 @@ class Drafts:
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
         candidates, width = sizes(len(self.gains) - 1), nodes + passes.carried  # see `PassCosts.__call__`
-        return passes.curve.best_size(candidates, self.gains, self.unit, width, tokens, passes.aside)
+        aside = passes.aside + passes.verifying
+        size = passes.curve.best_size(candidates, self.gains, self.unit, width, tokens, aside)
+        pays = (tokens + self.gains[size]) / passes(nodes + self.unit * size) > tokens / passes(nodes)
+        return size if pays else 0
 
     def cut(self, size: int, tokens: float, nodes: int, passes: PassCosts) -> None:
         """Cut the drafts to the chosen size, and update the expected saving of this drafter.
@@ -356,6 +384,8 @@ class Drafts:
         """
         state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
         cost = passes(width)
+        if tokens > rows:
+            state.verified(emitted > rows, passes)
         if self._promised:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:

@@ -33,13 +33,14 @@ T = TypeVar("T")
 class PassCosts:
     """Seconds of a step: a pass over the tokens of all rows, and the engine's own time without drafts.
 
-        seconds(tokens) = curve(tokens) + reading + outside * (rows + OUTSIDE)
+        seconds(tokens) = curve(tokens) + reading + (outside + verifying, with drafts) * (rows + OUTSIDE)
 
     `reading` is what a pass over the current rows takes beyond the curve: it reads the keys and values that they have
     stored, and the machine may be slower than when the curve was measured, or faster. `outside` is the time of a step
-    outside its pass. Both are estimated from steps without drafts of about as many rows. Where drafts pay in every
-    step, some such steps are made from time to time, in a row: of small models, a step right after drafts takes up to a
-    third longer than one behind others without drafts.
+    outside its pass. Both are estimated from steps without drafts of about as many rows. `verifying` is what a step
+    that verifies drafts takes outside its pass beyond one whose drafts were all cut off. Where drafts pay in every
+    step, some steps without are made from time to time, in a row: of small models, a step right after drafts takes up
+    to a third longer than one behind others without drafts.
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.
@@ -47,7 +48,7 @@ class PassCosts:
         the caches, so nothing is learnt from it.
     measured: whether the curve comes from actual passes; nothing is drafted before that.
     carried: tokens that the next pass reads besides those of its trees; see `Target.carried`.
-    reading, outside: the second and the third term for the current rows, in seconds; `aside` is their sum.
+    reading, outside, verifying: these terms for the current rows, in seconds; `aside` is the sum of the first two.
     plain: seconds of a step of the current rows without drafts, if no earlier ones had left tokens to be read again.
     """
 
@@ -61,7 +62,7 @@ class PassCosts:
         self._rows, self._read = 1, 0  # current rows, and the tokens that they have stored
         self.carried, self.entered = 0, False
         self._checking, self._run = False, 0  # whether a check goes on; steps without drafts, in a row
-        self.reading = self.outside = self.aside = 0.0
+        self.reading = self.outside = self.aside = self.verifying = 0.0
         self.plain = self.curve(1)
 
     def measure(self, target: Target, steps: int, most: int) -> None:
@@ -89,7 +90,7 @@ class PassCosts:
         self._batch = batch
         of_curve = self.curve(rows)
         self.reading = batch.excess_over(of_curve, stored)
-        self.outside = batch.outside * (rows + OUTSIDE)
+        self.outside, self.verifying = batch.outside * (rows + OUTSIDE), batch.verifying * (rows + OUTSIDE)
         self.aside = self.reading + self.outside
         self.plain = of_curve + self.aside
 
@@ -115,9 +116,14 @@ class PassCosts:
             self._batch.made += not drafts
 
     @property
+    def cold(self) -> int:
+        """Steps without drafts that come before those that are learnt from, if all steps are to be made without."""
+        return max(WARM - self._run, 0) if self._batch.made >= BEFORE else 0
+
+    @property
     def unlearnt(self) -> int:
         """Steps of the current check that come before those that it learns from."""
-        return max(WARM - self._run, 0) if self._checking and self._batch.learnt else 0
+        return self.cold if self._checking and self._batch.learnt else 0
 
     @property
     def known(self) -> bool:
@@ -131,10 +137,11 @@ class PassCosts:
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a step of the current rows over `tokens` tokens, without the time of drafting."""
-        return self.curve(tokens + self.carried) + self.aside
+        aside = self.aside + self.verifying if tokens > self._rows else self.aside
+        return self.curve(tokens + self.carried) + aside
 
     def without_carry(self, tokens: int) -> float:
-        """The same if no earlier drafts had left tokens to be read again."""
+        """The same without `verifying`, and if no earlier drafts had left tokens to be read again."""
         return self.curve(tokens) + self.aside
 
     def learn(self, tokens: int, seconds: float, rate: float) -> None:
@@ -156,28 +163,38 @@ class PassCosts:
         """Update by the seconds of the last step outside its pass, which had no drafts."""
         self._batch.add_outside(seconds / (self._rows + OUTSIDE), self._run > WARM)
 
+    def learn_drafted(self, seconds: float, verified: bool) -> None:
+        """Update by the seconds of the last step outside its pass and its drafting, for which drafts were requested.
+
+        verified: whether any of them were.
+        """
+        self._batch.add_drafted(seconds / (self._rows + OUTSIDE), verified)
+
     def per_node(self, plain: int, rows: int) -> PassCost:
         """Seconds of a step without drafts, over `plain` tokens, and of one more node in each of `rows` of its rows."""
-        seconds = self(plain)
-        return PassCost(seconds, (self(plain + rows * FEW) - seconds) / (rows * FEW))
+        width = plain + self.carried
+        more = self.curve(width + rows * FEW) - self.curve(width)
+        return PassCost(self(plain), more / (rows * FEW))
 
 
 class PlainSteps:
-    """The latest steps without drafts of about as many rows, those behind `WARM` others as soon as there are any.
+    """The latest steps without drafts of about as many rows, those behind `WARM` others as soon as there are any; and
+    what the latest ones with drafts took besides.
 
     made: number of steps so far. learnt: of those behind `WARM` others. since: steps with drafts since the last of all.
-    excess: seconds of a pass beyond the curve, as last estimated. outside: see `PassCosts`; the median.
+    excess: seconds of a pass beyond the curve, as last estimated. outside, verifying: see `PassCosts`; by medians.
     """
 
-    def __init__(self, excess: float = 0.0, outside: float = 0.0) -> None:
-        self.excess, self.outside = excess, outside
+    def __init__(self, excess: float = 0.0, outside: float = 0.0, verifying: float = 0.0) -> None:
+        self.excess, self.outside, self.verifying = excess, outside, verifying
         self.made = self.learnt = self.since = 0
         self._passes, self._outside = Recent[tuple[int, float]](), Recent[float]()
+        self._drafted = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)  # without and with any verified
         self._least, self._slope = 0.0, 0.0  # seconds of a pass over nothing stored, and of each stored token
 
     def begun(self) -> PlainSteps:
         """For batches of another size: as long as there are no steps of it, they are assumed to cost the same."""
-        return PlainSteps(self.excess, self.outside)
+        return PlainSteps(self.excess, self.outside, self.verifying)
 
     def excess_over(self, of_curve: float, stored: int) -> float:
         """Seconds of a pass beyond those by the curve. stored: tokens whose keys and values it reads."""
@@ -202,6 +219,13 @@ class PlainSteps:
         """See `add_pass`."""
         if self._outside.add(outside, warm):
             self.outside = median(self._outside.values)
+
+    def add_drafted(self, outside: float, verified: bool) -> None:
+        """See `PassCosts.learn_drafted`."""
+        self._drafted[verified].append(outside)
+        without, with_ = self._drafted
+        if without and with_:
+            self.verifying = max(median(with_) - median(without), 0.0)
 
 
 class Recent(Generic[T]):

@@ -67,6 +67,11 @@ class TrialBudget:
         """Whether drafts are not permitted, whatever is expected of them."""
         return self._left < 0 and self._earned < -CREDIT * plain
 
+    @property
+    def owing(self) -> bool:
+        """Whether drafts have lost as much time as they have saved, of late."""
+        return self._earned <= 0
+
     def permits(self, pays: bool, plain: float) -> bool:
         """Whether to draft for the next pass. pays: whether the drafts are expected to pay."""
         self._solvent = pays and self._earned >= -CREDIT * plain

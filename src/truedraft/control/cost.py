@@ -57,6 +57,7 @@ class Cost(Control):
         self._before = 0.0  # seconds of the target before the pass
         self._entered = True  # whether a row has entered or left since the last step that was decided
         self._same = False  # whether the last step was decided too, and for the same rows
+        self._verified = False  # whether any drafts of the last step were verified
         self._resting = 0  # passes for which nothing is drafted, and nothing is to be learnt
 
     def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
@@ -89,6 +90,7 @@ class Cost(Control):
             self._costs.rest()
             return [0] * len(rows)
         aside, passed = self._spent()
+        verifying = self._costs.verifying if self._verified else 0.0
         batch: dict[int, Drafts] = {}
         stored = 0
         for place, row in enumerate(rows):
@@ -110,7 +112,8 @@ class Cost(Control):
                 drafter, own = rows[drafts.places[0]].request.drafter, len(drafts.places)
                 cost = drafter.pass_cost = self._costs.per_node(len(rows), own)
                 share = own / len(rows)
-                state.settle(self.drafting.get(id(drafter), 0.0), aside * share, passed * share, plain)
+                drafting = self.drafting.get(id(drafter), 0.0)
+                state.settle(drafting, aside * share, verifying * share, passed * share, plain)
                 size = state.budget(drafts.rows, self._costs, len(rows), cost.plain, checks)
                 for place in drafts.places:
                     budget[place] = size
@@ -132,6 +135,7 @@ class Cost(Control):
         aside, outside, passed, read = now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
         if self._same and outside > 0 and not read:
             if self._requested:
+                self._costs.learn_drafted(outside, self._verified)
                 aside = outside - self._costs.outside
             else:
                 self._costs.learn_outside(outside)
@@ -140,7 +144,7 @@ class Cost(Control):
 
     def prune(self, rows: Sequence[Row], trees: Sequence[DraftTree]) -> list[DraftTree]:
         self._requested = [drafts for drafts in self._batch if drafts.state.requested]
-        self._before = self.times.target
+        self._before, self._verified = self.times.target, False
         kept = list(trees)
         if self._requested:
             for drafts in self._requested:
@@ -149,6 +153,7 @@ class Cost(Control):
             for drafts in self._requested:
                 for place, tree in zip(drafts.places, drafts.trees, strict=True):
                     kept[place] = tree
+            self._verified = sum(map(len, kept)) > len(rows)
         return kept
 
     def _choose(self, drafted: Sequence[Drafts], rows: int) -> None:
@@ -184,7 +189,8 @@ class Cost(Control):
         """
         curve, sizes = self._costs.curve, [0] * len(sizable)
         carried, aside = self._costs.carried, self._costs.aside  # see `PassCosts.__call__`
-        best, chosen = tokens / (curve(nodes + carried) + aside), list(sizes)
+        best, chosen = tokens / self._costs(nodes), list(sizes)
+        aside += self._costs.verifying
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True):
             sizes[i], gains = size, drafts.gains
