@@ -20,7 +20,7 @@ from truedraft.control._draft_costs import DraftCosts
 from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
 from truedraft.control._probing import Probing
-from truedraft.control._trials import FAVOUR
+from truedraft.control._trials import FAVOUR, TrialBudget
 from truedraft.control.cost import Cost
 from truedraft.drafters._trees import path_probabilities
 from truedraft.drafters.lookup.prompt_lookup import PromptLookup
@@ -903,6 +903,27 @@ def test_verified_drafts_of_which_nothing_is_accepted_are_in_vain(saved: bool) -
         row.tokens += [2] * (1 + verified * right)
         control.observe([row], [], [])
     assert drafts > 250 if saved else drafts < 30
+
+
+@pytest.mark.parametrize(("steps", "permitted"), [(100, False), (1000, True)])
+def test_drafts_of_a_short_call_may_lose_less(steps: int, permitted: bool) -> None:
+    """Four plain passes are lost before any were saved: 3 % of the tokens of the one call, less than 8 in the other."""
+    trials = TrialBudget(0.005, 0.9)
+    trials.begin(1.0, steps)
+    for _ in range(2):
+        assert trials.permits(True, 1.0)
+        trials.settle(2.0, 0.0, 1.0)
+    assert trials.permits(True, 1.0) == permitted
+
+
+@pytest.mark.parametrize(("drafting", "drafts"), [(0.9, 1), (0.5, 4), (0.02, 31)])
+def test_the_more_a_draft_costs_the_fewer_show_that_none_pays(drafting: float, drafts: int) -> None:
+    trials, made = TrialBudget(0.005, 0.9), 0
+    trials.begin(1.0, 1000)
+    while trials.saving > 0:
+        trials.expect(-drafting, drafting, 1.0)
+        made += 1
+    assert made == drafts
 
 
 def test_steps_rest_before_it_is_known_what_they_cost() -> None:

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 
 FAVOUR = 0.5  # assumed saving of a new drafter, in plain passes
+QUICK = 0.4  # weight of the latest draft in the expected saving, if it takes as long as a plain pass
 DEAR = 0.5  # of a plain pass: a draft that costs more has to pay on average, not now and then
 RESERVE = 1.0  # most plain passes that trials may accumulate
-CREDIT = 8.0  # plain passes that drafts expected to pay may lose before they saved any
+CREDIT = 8.0  # most plain passes that drafts expected to pay may lose before they saved any,
+LENT = 0.03  # and as a share of the tokens that a row of the call may emit
 EARNED = 32.0  # most saved plain passes that drafts may lose again
 OWED = 2.0  # most plain passes that drafts expected to pay may leave to be replenished before trials
 
@@ -23,22 +25,27 @@ class TrialBudget:
     time uses up the share too.
 
     slack: share of the time of passes that may be lost to trials.
-    memory: weight that a draft's expected saving keeps at each later one.
+    memory: weight that a draft's expected saving keeps at each later one, of cheap drafts.
     saving: moving average of the seconds that a draft is expected to save.
     """
 
     slack: float
     memory: float
     saving: float = 0.0
+    _credit: float = CREDIT  # of the current call, in plain passes
     _favour: float = FAVOUR  # the same in plain passes, at most that assumed for a new drafter
     _left: float = 0.0  # seconds that trials may still lose
     _full: bool = False  # whether these are the most that they may be
     _earned: float = 0.0  # seconds that drafts have saved, less those that they lost
     _solvent: bool = True  # whether the latest drafts were charged to that account
 
-    def begin(self, plain: float) -> None:
-        """A new call. plain: seconds of a pass without drafts."""
+    def begin(self, plain: float, steps: int) -> None:
+        """A new call.
+
+        plain: seconds of a pass without drafts. steps: most tokens that one of its rows may emit.
+        """
         self.saving, self._solvent = self._favour * plain, True
+        self._credit = min(LENT * steps, CREDIT)
 
     def affords(self, lost: float) -> bool:
         """Whether to verify drafts that are expected to lose some seconds: those left for it cover them, or are as many
@@ -65,7 +72,7 @@ class TrialBudget:
 
     def exhausted(self, plain: float) -> bool:
         """Whether drafts are not permitted, whatever is expected of them."""
-        return self._left < 0 and self._earned < -CREDIT * plain
+        return self._left < 0 and self._earned < -self._credit * plain
 
     @property
     def owing(self) -> bool:
@@ -74,7 +81,7 @@ class TrialBudget:
 
     def permits(self, pays: bool, plain: float) -> bool:
         """Whether to draft for the next pass. pays: whether the drafts are expected to pay."""
-        self._solvent = pays and self._earned >= -CREDIT * plain
+        self._solvent = pays and self._earned >= -self._credit * plain
         return self._solvent or self._left >= 0
 
     def pause(self, plain: float) -> int:
@@ -82,8 +89,10 @@ class TrialBudget:
         return 0 if self._solvent or not self.slack else math.ceil(max(-self._left, 0.0) / (self.slack * plain))
 
     def expect(self, saved: float, drafting: float, plain: float) -> None:
-        """Update the expected saving by a draft: seconds that it is expected to save, and seconds of drafting."""
-        self.saving = self.memory * self.saving + (1 - self.memory) * saved
+        """Update the expected saving by a draft: seconds that it is expected to save, and seconds of drafting. The more
+        a draft costs, the fewer are made to find out."""
+        weight = max(1 - self.memory, QUICK * min(drafting / plain, 1.0))
+        self.saving += weight * (saved - self.saving)
         if saved > 0 and drafting < DEAR * plain:  # resume drafting quickly
             self.saving = max(self.saving, saved / 2)
         elif saved < -plain:  # and stop quickly what costs more than a pass
