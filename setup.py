@@ -1,8 +1,11 @@
 """The compiled parts, built where they can be: without them truedraft works as well, only slower."""
 
+import hashlib
 import platform
 import sys
+import tempfile
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -16,15 +19,38 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         try:
-            super().build_extension(extension)
+            self._built(extension)
         except Exception:
             if OPENMP not in extension.extra_compile_args:
                 raise
             for flags in (extension.extra_compile_args, extension.extra_link_args):
                 flags.remove(OPENMP)
-            super().build_extension(extension)
+            self._built(extension)
+
+    def _built(self, extension):
+        if extension.name == PASS:
+            extension.extra_objects = [str(self._compiled(extension))]
+            extension.depends += extension.sources
+            extension.sources = []
+        super().build_extension(extension)
+
+    def _compiled(self, extension):
+        """The object file of the pass. It takes a minute or two and knows nothing of Python, so that it is kept, and
+        found again by installations for another Python, or with other extras."""
+        flags = extension.extra_compile_args
+        digest = hashlib.sha256(" ".join([self.compiler.compiler_so[0], *flags]).encode())
+        for path in sorted([*extension.sources, *extension.depends]):
+            digest.update(Path(path).read_bytes())
+        kept = Path("build", "pass", f"{digest.hexdigest()[:16]}.o")
+        if self.force or not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+                (made,) = self.compiler.compile(extension.sources, output_dir=folder, extra_postargs=flags)
+                Path(made).replace(kept)
+        return kept
 
 
+PASS = "truedraft.runtime.native._pass"
 OPENMP = "-fopenmp"
 extensions = [
     Extension(
@@ -47,12 +73,12 @@ extensions = [
 if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aarch64", "arm64"):
     extensions.append(
         Extension(
-            "truedraft.runtime.native._pass",
+            PASS,
             sources=[f"{native}/pass.c"],
             depends=glob(f"{native}/*.inc"),
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere;
             # debug symbols, which Python's own flags ask for, take 9 of 10 bytes and two fifths of the time
-            extra_compile_args=["-O3", "-g0", "-ffp-contract=off", "-pthread", OPENMP],
+            extra_compile_args=["-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-pthread", OPENMP],
             extra_link_args=["-pthread", OPENMP],
             libraries=["m"],
             optional=True,

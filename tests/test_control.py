@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.control._acceptance import AcceptanceRates, OpenDraft
+from truedraft.control._acceptance import AcceptanceRates, DrafterAcceptance, OpenDraft
 from truedraft.control._draft_costs import DraftCosts
 from truedraft.control._drafter import DrafterState
 from truedraft.control._pass_costs import ENOUGH, PlainSteps
@@ -886,23 +886,32 @@ def test_what_verifying_takes_outside_of_passes_counts_against_drafts() -> None:
     assert sum(sizes[-200:]) < 20
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_verified_drafts_of_which_nothing_is_accepted_are_in_vain(saved: bool) -> None:
-    """They promise much and hold nothing: fewer and fewer are made, unless earlier ones have saved time."""
-    control = opened(DRAFTER, FLAT)
+@pytest.mark.parametrize(("saved", "costs", "stops"), [(False, 0.3, True), (True, 0.3, False), (False, 0.0, False)])
+def test_verified_drafts_of_which_nothing_is_accepted_are_in_vain(saved: bool, costs: float, stops: bool) -> None:
+    """They promise much and hold nothing: fewer and fewer are made, unless earlier ones have saved time, or the pass
+    over them costs nothing."""
+    control = opened(DRAFTER, Curve((1, 2, 16), (1.0, 1.0 + costs, 1.0 + costs)))
     row, drafts = row_of(), 0
     control.start([row])
-    for turn in range(300):
+    for turn in range(100):
         (size,) = control.budget([row])
-        right = saved and turn < 40
         drafts += size > 0
-        spend(control, draft=0.05 * (size > 0))
+        spend(control, draft=0.03 * (size > 0))
         tree = DraftTree.chain(row.tokens[-1], [2][:size], [0.9][:size])
         verified = len(control.prune([row], [tree])[0]) - 1
-        spend(control, target=1.0)
-        row.tokens += [2] * (1 + verified * right)
+        spend(control, target=1.0 + costs * verified)
+        row.tokens += [2] * (1 + verified * (saved and turn < 60))
         control.observe([row], [], [])
-    assert drafts > 250 if saved else drafts < 30
+    assert drafts < 20 if stops else drafts > 85
+
+
+def test_the_luck_of_one_draft_does_not_raise_the_expectations_of_others() -> None:
+    acceptance = DrafterAcceptance(0.9, 0.3, 0.8)
+    acceptance.verified(2.0, 9, 1)
+    assert acceptance.correction == 1.0
+    for _ in range(9):
+        acceptance.verified(2.0, 1, 1)
+    assert acceptance.correction < 0.6
 
 
 @pytest.mark.parametrize(("steps", "permitted"), [(100, False), (1000, True)])

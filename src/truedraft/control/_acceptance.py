@@ -132,7 +132,7 @@ class DrafterAcceptance:
     @property
     def correction(self) -> float:
         """Factor by which an expected number of accepted nodes is multiplied."""
-        return (self._accepted + DOUBT) / (self._expected + DOUBT)
+        return min((self._accepted + DOUBT) / (self._expected + DOUBT), 1.0)
 
     def ended(self, rates: AcceptanceRates) -> None:
         """Update the priors of new rows by those of a row that ended, with weight one half."""

@@ -25,6 +25,7 @@ RESTED = 16  # passes at most for which nothing is decided, as long as trials ma
 IN_FULL = 24  # short drafts between two in full, which show whether longer ones have become better
 ROOM = 8  # nodes drafted beyond 1.5 times those last verified
 VAIN = 3  # drafts in a row in vain, until a pass is left out between two, then two, then four
+COSTLY = 0.1  # of a plain pass: verifying a draft that costs less is not in vain, whatever is accepted
 LONGEST = 16  # passes left out at most
 NOTED = 0.02  # of a plain pass: drafts that cost less are made in every pass
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 19, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -195,12 +196,12 @@ class DrafterState:
         if not size:
             self._in_vain(passes)
 
-    def verified(self, accepted: bool, passes: PassCosts) -> None:
-        """Take account of whether anything was accepted of the drafts that were verified; if not, they count as in vain
-        unless earlier ones have saved more time than all have lost."""
+    def verified(self, accepted: bool, spent: float, passes: PassCosts) -> None:
+        """Take account of whether anything was accepted of the drafts that were verified, in `spent` seconds. If not,
+        they count as in vain, unless that cost little, or earlier ones have saved more time than all have lost."""
         if accepted:
             self._vain = self._pause = 0
-        elif self.trials.owing:
+        elif self.trials.owing and spent > COSTLY * passes.plain:
             self._in_vain(passes)
 
     def _in_vain(self, passes: PassCosts) -> None:
@@ -393,7 +394,7 @@ class Drafts:
         state, rows, (tokens, emitted), (width, given) = self.state, len(self.rows), own, all_rows
         cost = passes(width)
         if tokens > rows:
-            state.verified(emitted > rows, passes)
+            state.verified(emitted > rows, cost - passes(width - tokens + rows), passes)
         if self._promised:
             state.acceptance.verified(self._promised, emitted, rows)
         if state.probed:
