@@ -131,7 +131,8 @@ class DrafterAcceptance:
 
     @property
     def correction(self) -> float:
-        """Factor by which an expected number of accepted nodes is multiplied."""
+        """Factor by which an expected number of accepted nodes is multiplied; 1 at most, since the luck of a long draft
+        says nothing of the next ones."""
         return min((self._accepted + DOUBT) / (self._expected + DOUBT), 1.0)
 
     def ended(self, rates: AcceptanceRates) -> None:
