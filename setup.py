@@ -28,18 +28,21 @@ class Build(build_ext):
             self._built(extension)
 
     def _built(self, extension):
-        if extension.name == PASS:
-            extension.extra_objects = [str(self._compiled(extension))]
-            extension.depends += extension.sources
-            extension.sources = []
-        super().build_extension(extension)
+        if extension.name != PASS:
+            return super().build_extension(extension)
+        sources = extension.sources
+        extension.extra_objects, extension.sources = [str(self._compiled(extension))], []
+        try:
+            super().build_extension(extension)
+        finally:
+            extension.extra_objects, extension.sources = [], sources
 
     def _compiled(self, extension):
         """The object file of the pass. It takes a minute or two and knows nothing of Python, so that it is kept, and
         found again by installations for another Python, or with other extras."""
         flags = extension.extra_compile_args
         digest = hashlib.sha256(" ".join([self.compiler.compiler_so[0], *flags]).encode())
-        for path in sorted([*extension.sources, *extension.depends]):
+        for path in sorted({*extension.sources, *extension.depends}):
             digest.update(Path(path).read_bytes())
         kept = Path("build", "pass", f"{digest.hexdigest()[:16]}.o")
         if self.force or not kept.exists():
@@ -75,7 +78,7 @@ if sys.platform in ("linux", "darwin") and platform.machine() in ("x86_64", "aar
         Extension(
             PASS,
             sources=[f"{native}/pass.c"],
-            depends=glob(f"{native}/*.inc"),
+            depends=[*glob(f"{native}/*.inc"), f"{native}/pass.c"],
             # products and sums stay apart where the source keeps them apart: results are to be the same everywhere;
             # debug symbols, which Python's own flags ask for, take 9 of 10 bytes and two fifths of the time
             extra_compile_args=["-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-pthread", OPENMP],

@@ -199,10 +199,10 @@ class DrafterState:
     def verified(self, accepted: bool, spent: float, passes: PassCosts) -> None:
         """Take account of whether anything was accepted of the drafts that were verified, in `spent` seconds. If not,
         they count as in vain, unless that cost little, or earlier ones have saved more time than all have lost."""
-        if accepted:
-            self._vain = self._pause = 0
-        elif self.trials.owing and spent > COSTLY * passes.plain:
+        if not accepted and self.trials.owing and spent > COSTLY * passes.plain:
             self._in_vain(passes)
+        else:
+            self._vain = 0
 
     def _in_vain(self, passes: PassCosts) -> None:
         """Where drafts were in vain for some time, a few passes are left out before the next one, unless a draft costs
