@@ -47,7 +47,8 @@ class Running:
     def stop(self) -> None:
         self._uvicorn.should_exit = True
         self._thread.join(20)
-        assert not self._thread.is_alive()
+        left, engine = len(self._uvicorn.server_state.connections), self.server.loop.is_alive()
+        assert not self._thread.is_alive(), f"{left} connections are open, the engine's thread lives: {engine}"
 
 
 @contextlib.contextmanager
