@@ -866,24 +866,25 @@ def test_steps_right_after_drafts_do_not_count_as_what_a_step_costs(
     assert control._costs.plain == pytest.approx(1.0, rel=0.05)
 
 
-def test_what_verifying_takes_outside_of_passes_counts_against_drafts() -> None:
-    """Half of the drafts of one token are right, and a pass over one is no slower; but a step in which one is verified
-    takes 0.8 of a plain one besides, of which the times of passes show nothing. Now and then nothing is found."""
+@pytest.mark.parametrize("outside", [0.0, 0.3])
+def test_what_verifying_takes_outside_of_passes_has_to_be_saved_too(outside: float) -> None:
+    """A pass over a draft is no slower than one without, of which the times of passes show nothing; for every fourth
+    draft nothing is found. One that is right in a fifth of the cases pays where verifying takes no time besides."""
     control = opened(DRAFTER, FLAT)
-    row, sizes = row_of(), []
+    row, sizes, confidence = row_of(), [], 0.9
     control.start([row])
-    for turn in range(400):
+    for turn in range(61):
+        confidence = 0.9 if turn < 60 else 0.2
         (most,) = control.budget([row])
-        found = most > 0 and turn % 3 > 0
-        tree = DraftTree.chain(row.tokens[-1], [2] * found, [0.5] * found)
+        found = most > 0 and turn % 4 > 0 or turn == 60
+        tree = DraftTree.chain(row.tokens[-1], [2] * found, [confidence] * found)
         sizes.append(len(control.prune([row], [tree])[0]) - 1)
-        outside = 0.1 + 0.8 * sizes[-1]
-        spend(control, target=1.0, observe=outside, all=1.0 + outside)
-        row.tokens += [2] * (1 + sizes[-1] * (turn % 2))
+        spend(control, target=1.0, observe=0.1 + outside * sizes[-1], all=1.1 + outside * sizes[-1])
+        row.tokens += [2] * (1 + sizes[-1])
         control.observe([row], [], [])
-    assert control._costs(2) - control._costs(1) == pytest.approx(control._costs.verifying) == pytest.approx(0.8)
+    assert control._costs(2) - control._costs(1) == pytest.approx(outside)
     assert control._costs.per_node(1, 1).node == 0
-    assert sum(sizes[-200:]) < 20
+    assert sum(sizes[:60]) > 30 and sizes[60] == (outside == 0)
 
 
 @pytest.mark.parametrize(("saved", "costs", "stops"), [(False, 0.3, True), (True, 0.3, False), (False, 0.0, False)])
@@ -914,21 +915,10 @@ def test_the_luck_of_one_draft_does_not_raise_the_expectations_of_others() -> No
     assert acceptance.correction < 0.6
 
 
-@pytest.mark.parametrize(("steps", "permitted"), [(100, False), (1000, True)])
-def test_drafts_of_a_short_call_may_lose_less(steps: int, permitted: bool) -> None:
-    """Four plain passes are lost before any were saved: 3 % of the tokens of the one call, less than 8 in the other."""
-    trials = TrialBudget(0.005, 0.9)
-    trials.begin(1.0, steps)
-    for _ in range(2):
-        assert trials.permits(True, 1.0)
-        trials.settle(2.0, 0.0, 1.0)
-    assert trials.permits(True, 1.0) == permitted
-
-
 @pytest.mark.parametrize(("drafting", "drafts"), [(0.9, 1), (0.5, 4), (0.02, 31)])
 def test_the_more_a_draft_costs_the_fewer_show_that_none_pays(drafting: float, drafts: int) -> None:
     trials, made = TrialBudget(0.005, 0.9), 0
-    trials.begin(1.0, 1000)
+    trials.begin(1.0)
     while trials.saving > 0:
         trials.expect(-drafting, drafting, 1.0)
         made += 1

@@ -64,18 +64,10 @@ class DrafterState:
         return self._drafter()
 
     def begin(
-        self,
-        drafter: Drafter,
-        lockstep: bool,
-        steps: int,
-        padded: bool,
-        passes: PassCosts,
-        drafting: float,
-        passed: float,
+        self, drafter: Drafter, lockstep: bool, padded: bool, passes: PassCosts, drafting: float, passed: float
     ) -> None:
         """A call begins, or its first rows in an engine; see `Control.open`.
 
-        steps: most tokens that one of its rows may emit.
         drafting, passed: seconds so far of its drafting, and of passes.
         """
         self.padded = padded
@@ -84,7 +76,7 @@ class DrafterState:
         self.probing.begin()
         if self.width:
             drafter.pass_cost = passes.per_node(1, 1)
-            self.trials.begin(passes.curve(1), steps)
+            self.trials.begin(passes.curve(1))
         self.costs.levels = 0
         self.requested = self.alert = False
         self.drawn = self.probed = False  # whether its latest drafts were drawn, and had probes

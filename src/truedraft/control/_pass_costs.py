@@ -190,6 +190,7 @@ class PlainSteps:
         self.made = self.learnt = self.since = 0
         self._passes, self._outside = Recent[tuple[int, float]](), Recent[float]()
         self._drafted = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)  # without and with any verified
+        self._unverified = 0  # steps with drafts since the last one in which any were verified
         self._least, self._slope = 0.0, 0.0  # seconds of a pass over nothing stored, and of each stored token
 
     def begun(self) -> PlainSteps:
@@ -221,11 +222,15 @@ class PlainSteps:
             self.outside = median(self._outside.values)
 
     def add_drafted(self, outside: float, verified: bool) -> None:
-        """See `PassCosts.learn_drafted`."""
+        """See `PassCosts.learn_drafted`. Where nothing is verified any more, what that took is forgotten: it may be
+        why, and the machine may have been busy."""
         self._drafted[verified].append(outside)
+        self._unverified = 0 if verified else self._unverified + 1
         without, with_ = self._drafted
-        if without and with_:
-            self.verifying = max(median(with_) - median(without), 0.0)
+        if self._unverified >= RECENT:
+            with_.clear()
+        known = min(len(without), len(with_)) >= ENOUGH
+        self.verifying = max(median(with_) - median(without), 0.0) if known else 0.0
 
 
 class Recent(Generic[T]):

@@ -9,8 +9,7 @@ FAVOUR = 0.5  # assumed saving of a new drafter, in plain passes
 QUICK = 0.4  # weight of the latest draft in the expected saving, if it takes as long as a plain pass
 DEAR = 0.5  # of a plain pass: a draft that costs more has to pay on average, not now and then
 RESERVE = 1.0  # most plain passes that trials may accumulate
-CREDIT = 8.0  # most plain passes that drafts expected to pay may lose before they saved any,
-LENT = 0.03  # and as a share of the tokens that a row of the call may emit
+CREDIT = 8.0  # plain passes that drafts expected to pay may lose before they saved any
 EARNED = 32.0  # most saved plain passes that drafts may lose again
 OWED = 2.0  # most plain passes that drafts expected to pay may leave to be replenished before trials
 
@@ -32,20 +31,15 @@ class TrialBudget:
     slack: float
     memory: float
     saving: float = 0.0
-    _credit: float = CREDIT  # of the current call, in plain passes
     _favour: float = FAVOUR  # the same in plain passes, at most that assumed for a new drafter
     _left: float = 0.0  # seconds that trials may still lose
     _full: bool = False  # whether these are the most that they may be
     _earned: float = 0.0  # seconds that drafts have saved, less those that they lost
     _solvent: bool = True  # whether the latest drafts were charged to that account
 
-    def begin(self, plain: float, steps: int) -> None:
-        """A new call.
-
-        plain: seconds of a pass without drafts. steps: most tokens that one of its rows may emit.
-        """
+    def begin(self, plain: float) -> None:
+        """A new call. plain: seconds of a pass without drafts."""
         self.saving, self._solvent = self._favour * plain, True
-        self._credit = min(LENT * steps, CREDIT)
 
     def affords(self, lost: float) -> bool:
         """Whether to verify drafts that are expected to lose some seconds: those left for it cover them, or are as many
@@ -72,7 +66,7 @@ class TrialBudget:
 
     def exhausted(self, plain: float) -> bool:
         """Whether drafts are not permitted, whatever is expected of them."""
-        return self._left < 0 and self._earned < -self._credit * plain
+        return self._left < 0 and self._earned < -CREDIT * plain
 
     @property
     def owing(self) -> bool:
@@ -81,7 +75,7 @@ class TrialBudget:
 
     def permits(self, pays: bool, plain: float) -> bool:
         """Whether to draft for the next pass. pays: whether the drafts are expected to pay."""
-        self._solvent = pays and self._earned >= -self._credit * plain
+        self._solvent = pays and self._earned >= -CREDIT * plain
         return self._solvent or self._left >= 0
 
     def pause(self, plain: float) -> int:

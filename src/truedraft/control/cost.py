@@ -71,7 +71,7 @@ class Cost(Control):
         if state is None:
             state = self._drafters[id(drafter)] = DrafterState(drafter, self.memory, self.survival, self.slack)
         drafting = self.drafting.get(id(drafter), 0.0)
-        state.begin(drafter, lockstep, steps, target.padded, self._costs, drafting, self.times.target)
+        state.begin(drafter, lockstep, target.padded, self._costs, drafting, self.times.target)
 
     def _changed(self) -> None:
         """A row enters or leaves."""
