@@ -876,7 +876,7 @@ def test_what_verifying_takes_outside_of_passes_has_to_be_saved_too(outside: flo
     for turn in range(61):
         confidence = 0.9 if turn < 60 else 0.2
         (most,) = control.budget([row])
-        found = most > 0 and turn % 4 > 0 or turn == 60
+        found = (most > 0 and turn % 4 > 0) or turn == 60
         tree = DraftTree.chain(row.tokens[-1], [2] * found, [confidence] * found)
         sizes.append(len(control.prune([row], [tree])[0]) - 1)
         spend(control, target=1.0, observe=0.1 + outside * sizes[-1], all=1.1 + outside * sizes[-1])
