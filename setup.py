@@ -1,6 +1,7 @@
 """The compiled parts, built where they can be: without them truedraft works as well, only slower."""
 
 import hashlib
+import os
 import platform
 import sys
 import tempfile
@@ -41,7 +42,9 @@ class Build(build_ext):
         """The object file of the pass. It takes a minute or two and knows nothing of Python, so that it is kept, and
         found again by installations for another Python, or with other extras."""
         flags = extension.extra_compile_args
-        digest = hashlib.sha256(" ".join([self.compiler.compiler_so[0], *flags]).encode())
+        chosen = [os.environ.get(name, "") for name in ("CC", "CFLAGS", "CPPFLAGS", "ARCHFLAGS")]
+        command = [platform.machine(), self.compiler.compiler_so[0], *chosen, *flags]
+        digest = hashlib.sha256("\n".join(command).encode())
         for path in sorted({*extension.sources, *extension.depends}):
             digest.update(Path(path).read_bytes())
         kept = Path("build", "pass", f"{digest.hexdigest()[:16]}.o")

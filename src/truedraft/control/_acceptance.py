@@ -96,6 +96,11 @@ class RowAcceptance:
     drafts: list[OpenDraft] = field(default_factory=list)
     length: int = 0
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it has come to something to draft; see `Drafter.resumes`."""
+        return self.row.request.drafter.resumes(self.row)
+
     def drafted(self, tree: DraftTree) -> None:
         """Add a draft of the current pass, unless it has confidences, so that no rates are needed."""
         if len(tree) > 1 and tree.confidence is None:

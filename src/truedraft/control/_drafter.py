@@ -122,7 +122,7 @@ class DrafterState:
         size, pays = self._planned
         if self._short >= IN_FULL and self.dear(passes):
             size = self.width
-        if self._pause and self._found(rows):
+        if self._pause and any(row.resumes for row in rows):
             self._pause = 0
         permitted = self.trials.permits(pays, plain) and not self._pause
         self._pause = max(self._pause - 1, 0)
@@ -131,11 +131,6 @@ class DrafterState:
             return 0
         self._short = self._short + 1 if size < self.width else 0
         return size
-
-    def _found(self, rows: Sequence[RowAcceptance]) -> bool:
-        """Whether a row has come to something to draft."""
-        drafter = self.drafter
-        return drafter is not None and any(drafter.resumes(record.row) for record in rows)
 
     def rests(self, passes: PassCosts) -> int:
         """Passes after this one for which it does not draft; it plans again after them."""
@@ -183,22 +178,17 @@ class DrafterState:
         drafting = self.drafting_seconds
         self.trials.expect(saved - drafting, drafting, passes.plain)
 
-    def chosen(self, size: int, passes: PassCosts) -> None:
-        """Take account of how much of its drafts is verified."""
-        if not size:
-            self._in_vain(passes)
-
     def verified(self, accepted: bool, spent: float, passes: PassCosts) -> None:
         """Take account of whether anything was accepted of the drafts that were verified, in `spent` seconds. If not,
         they count as in vain, unless that cost little, or earlier ones have saved more time than all have lost."""
         if not accepted and self.trials.owing and spent > COSTLY * passes.plain:
-            self._in_vain(passes)
+            self.in_vain(passes)
         else:
             self._vain = 0
 
-    def _in_vain(self, passes: PassCosts) -> None:
-        """Where drafts were in vain for some time, a few passes are left out before the next one, unless a draft costs
-        hardly anything beside a pass."""
+    def in_vain(self, passes: PassCosts) -> None:
+        """Its drafts save nothing in this pass. Where that was so for some time, a few passes are left out before the
+        next draft, unless a draft costs hardly anything compared with a pass."""
         self._vain += 1
         noted = self.costs.seconds > NOTED * passes.plain
         self._pause = min(1 << (self._vain - VAIN), LONGEST) if noted and self._vain >= VAIN else 0
@@ -346,7 +336,8 @@ class Drafts:
                 k for k in sizes(len(self.gains) - 1) if not k or trials.affords(self._loss(k, tokens, nodes, passes))
             )
             self.exploring = size > 0
-        self.state.chosen(size, passes)
+        if not size:
+            self.state.in_vain(passes)
         each = self._of_rows(size)
         self.state.reach = max(each) + max(each) // 2 + ROOM
         self._promised = self._expected[size]

@@ -40,7 +40,7 @@ class PassCosts:
     outside its pass. Both are estimated from steps without drafts of about as many rows. `verifying` is what a step
     that verifies drafts takes outside its pass beyond one whose drafts were all cut off. Where drafts pay in every
     step, some steps without are made from time to time, in a row: of small models, a step right after drafts takes up
-    to a third longer than one behind others without drafts.
+    to a third longer than one after others without drafts.
 
     curve: seconds of a pass by tokens, all rows together, of one row with a short context: the target's latency profile
         (`runtime/latency.py`), updated by passes over drafts.

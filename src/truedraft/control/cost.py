@@ -121,7 +121,7 @@ class Cost(Control):
 
     def _resumes(self, rows: Sequence[Row]) -> bool:
         """Whether a row has come to something to draft, where drafts rest because the latest ones were in vain."""
-        return any(self._rows[id(row)][0].alert and row.request.drafter.resumes(row) for row in rows)
+        return any(state.alert and record.resumes for state, record in [self._rows[id(row)] for row in rows])
 
     def _spent(self) -> tuple[float, float]:
         """Seconds of the last steps that count against drafts, beside those of drafting, and seconds of passes.
@@ -162,7 +162,7 @@ class Cost(Control):
         for drafts in drafted:
             if drafts.empty:
                 drafts.state.expect(0.0, self._costs)
-                drafts.state.chosen(0, self._costs)
+                drafts.state.in_vain(self._costs)
         sizable = [drafts for drafts in drafted if len(drafts.gains) > 1]
         if len(sizable) < len(drafted):
             whole = [drafts for drafts in drafted if drafts not in sizable]
@@ -187,16 +187,14 @@ class Cost(Control):
 
         nodes, tokens: nodes and expected tokens of the pass without these drafts.
         """
-        curve, sizes = self._costs.curve, [0] * len(sizable)
-        carried, aside = self._costs.carried, self._costs.aside  # see `PassCosts.__call__`
-        best, chosen = tokens / self._costs(nodes), list(sizes)
-        aside += self._costs.verifying
+        costs, sizes = self._costs, [0] * len(sizable)
+        best, chosen = tokens / costs(nodes), list(sizes)
         steps = [drafts.steps(i) for i, drafts in enumerate(sizable)]
         for drafts, i, before, size in merge(*steps, key=gain_per_node, reverse=True):
             sizes[i], gains = size, drafts.gains
             nodes += drafts.unit * (size - before)
             tokens += gains[size] - gains[before]
-            goodput = tokens / (curve(nodes + carried) + aside)
+            goodput = tokens / costs(nodes)
             if goodput > best:
                 best, chosen = goodput, list(sizes)
         return chosen
