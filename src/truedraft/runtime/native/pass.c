@@ -144,6 +144,9 @@ IN int columns_of_blocks(Blocks form) { return form.bits == 6 ? 16 : 32; }
 IN int bytes_of_integers(Blocks form) { return columns_of_blocks(form) * (form.bits == TABLE ? 4 : form.bits) / 8; }
 IN int bytes_of_row(Blocks form) { return bytes_of_integers(form) + (1 + form.offset) * (form.fine ? 1 : 2); }
 
+/* What is to be taken from their integers. */
+IN int half_of_blocks(Blocks form) { return form.offset ? 0 : form.bits == TABLE ? 128 : 1 << (form.bits - 1); }
+
 /* Whether there are such panels, of so many columns. */
 IN int blocks_fit(int code, int64_t columns) {
   const Blocks form = blocks_of(code);
@@ -484,6 +487,7 @@ BF16 static void narrow_row(const float *x, int64_t width, bf16 *to) {
 #undef TARGET
 #undef OPERAND
 #include "vnni.inc"
+#include "tile_integers.inc"
 #undef LOAD_BYTES
 #undef EVERY_BYTE
 #undef SPREAD_FOUR
@@ -541,7 +545,8 @@ static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = 
 static Linear by_integers[FORMS]; /* with x in fixed point, see integers.inc; or NULL */
 static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it */
 static int by_pairs;   /* numbers of x lie there in two bytes each, not in one */
-static int for_plain; /* that takes plain integers in fp32 too, for which 24 bits cost more than floats elsewhere */
+static int for_plain[2]; /* whether it takes plain integers where the model computes in fp32, for which 24 bits may cost more than
+                            floats, and in bf16, for which tiles of bf16 cost less */
 typedef void (*Values)(const float *, int64_t, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t);
 static Values values_of[2] = {values_float_avx2, values_bf16_avx2}; /* by whether they are bf16 */
 static void (*softmax)(float *, int64_t, float, float, const float *) = softmax8;
@@ -892,7 +897,7 @@ IN int64_t apart_in_bf16(int64_t width) { return (width + 31) / 32 / 2 * 64 + 32
  * choose columns. */
 IN int in_fixed_point(const Op *op) {
   return op->form == PANEL_BLOCKS ||
-         (by_integers[op->form] && (op->narrow || for_plain) && op->in / op->groups % 16 == 0 &&
+         (by_integers[op->form] && for_plain[!!op->narrow] && op->in / op->groups % 16 == 0 &&
           !(op->kind == LINEAR && op->heads));
 }
 
@@ -901,7 +906,7 @@ IN Fixed fixed_of(const Op *op) {
   if (op->form != PANEL_BLOCKS)
     return (Fixed){digits, op->in / op->groups % 32 ? 16 : 32, op->form == PANEL_INT4 ? 8 : 128, op->form == PANEL_INT4};
   const Blocks form = blocks_of(op->shift);
-  return (Fixed){digits, columns_of_blocks(form), form.offset ? 0 : form.bits == TABLE ? 128 : 1 << (form.bits - 1), 0};
+  return (Fixed){digits, columns_of_blocks(form), half_of_blocks(form), 0};
 }
 
 IN int64_t bytes_of_block(Fixed fixed) {
@@ -2401,12 +2406,12 @@ static int has_avx_vnni(void) {
 
 /* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 3 also AVX-VNNI; 4 the same in the
    encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also the latter, with
-   the rest of AVX-512; 7 also those for bf16, and for bytes where there is AVX512-VBMI; 8 those for tiles of bf16, in the
-   place of those for integers. */
+   the rest of AVX-512; 7 also those for bf16, and for bytes where there is AVX512-VBMI; 8 also those for tiles of either, by
+   which plain integers become bf16 where the model computes in it. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
-  for_plain = 0;
+  for_plain[0] = 0, for_plain[1] = 1;
 #ifdef __x86_64__
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
@@ -2420,32 +2425,32 @@ int truedraft_choose(int wanted) {
   if (wanted == 4 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
     USE_INTEGERS(evex);
     by_pairs = 0;
-    for_plain = 1;
+    for_plain[0] = 1;
     return 4;
   }
 #ifdef KNOWS_AVX_VNNI
   if (wanted >= 3 && !wide && has_avx_vnni()) {
     USE_INTEGERS(vex);
     by_pairs = 0;
-    for_plain = 1;
+    for_plain[0] = 1;
     return 3;
   }
 #endif
+  const int tiles = units && wanted >= 8 && has_tiles();
   if (units) USE_FOR_BF16(units);
-  if (units && wanted >= 8 && has_tiles()) {
-    USE_FOR_BF16(tiles);
-    return 8;
-  }
+  if (tiles) USE_FOR_BF16(tiles);
   const int dots = wanted >= 6 && wide && __builtin_cpu_supports("avx512vnni");
-  if (dots && wanted >= 7 && __builtin_cpu_supports("avx512vbmi")) USE_INTEGERS(bytes);
+  const int bytes = dots && wanted >= 7 && __builtin_cpu_supports("avx512vbmi");
+  if (bytes && tiles) USE_INTEGERS(many);
+  else if (bytes) USE_INTEGERS(bytes);
   else if (dots) USE_INTEGERS(evex);
-  for_plain = dots;
+  for_plain[0] = dots, for_plain[1] = !tiles;
 #else
-  const int wide = 0, dots = 0;
+  const int wide = 0, dots = 0, tiles = 0;
   units = wanted >= 7 && has(SECOND_WORD, 14, "hw.optional.arm.FEAT_BF16");
   USE(avx2, 8);
   if (has(FIRST_WORD, 20, "hw.optional.arm.FEAT_DotProd")) USE_INTEGERS(bytes);
   if (units) USE_FOR_BF16(units);
 #endif
-  return units ? 7 : dots ? 6 : wide ? 5 : 2;
+  return tiles ? 8 : units ? 7 : dots ? 6 : wide ? 5 : 2;
 }
