@@ -5,9 +5,9 @@ from __future__ import annotations
 from pages.figures import _results, _table
 
 
-def quantised() -> list[str]:
+def quantised(of: str = "quantised") -> list[str]:
     """Files of GGUF by llama.cpp and without drafts here: plain decoding and prompts."""
-    rows = [row for row in _results("quantised") if "plain" in row]
+    rows = [row for row in _results(of) if "plain" in row]
     engines = ("llama.cpp", "float32", "bfloat16")
     table = [
         [
@@ -21,9 +21,9 @@ def quantised() -> list[str]:
     return _table(["file", *head, "bfloat16 over llama.cpp"], table)
 
 
-def widths() -> list[str]:
+def widths(of: str = "quantised") -> list[str]:
     """Passes over several tokens in files of GGUF, in passes over one."""
-    rows = [row for row in _results("quantised") if "widths" in row]
+    rows = [row for row in _results(of) if "widths" in row]
     table = [
         [
             row["model"],
@@ -45,9 +45,9 @@ def large_pages() -> list[str]:
     return _table(["model", "threads", "ms, 4 KB", "ms, 2 MB", *(f"at {width}" for width in small)], table)
 
 
-def answers() -> list[str]:
+def answers(of: str = "quantised") -> list[str]:
     """Answers to nine requests by llama.cpp and here, prompts counted."""
-    rows = [row for row in _results("quantised") if "answers" in row]
+    rows = [row for row in _results(of) if "answers" in row]
     table = [
         [
             row["model"],
