@@ -200,9 +200,15 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_is_kept_and_continued_without_a_state(tmp_path: Path) -> None:
-    made, figures = trained(tmp_path, plan=plan(every=0, steps=40, lr=0.3))
-    reached = [json.loads(line)["tokens_per_pass"] for line in (tmp_path / LOG).read_text().splitlines()]
-    assert figures["tokens_per_pass"] == max(reached) > reached[-1], "a step that spoils the drafter is among them"
+    reached = [1.0]
+    for tried, lr in enumerate(
+        (0.3, 1.0, 3.0, 10.0)
+    ):  # until steps at the end spoil the drafter: bits differ by processor
+        if reached[-1] == max(reached):
+            tmp_path = tmp_path / str(tried)
+            made, figures = trained(tmp_path, plan=plan(every=0, steps=40, lr=lr))
+            reached = [json.loads(line)["tokens_per_pass"] for line in (tmp_path / LOG).read_text().splitlines()]
+    assert figures["tokens_per_pass"] == max(reached) > reached[-1], "no step spoils the drafter"
     kept = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert not torch.equal(kept["model.embed_tokens.weight"], made.module.model.embed_tokens.weight)
     (tmp_path / STATE).unlink()
