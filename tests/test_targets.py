@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -19,6 +21,7 @@ import truedraft
 from models import V, tiny
 from truedraft import DraftTree, Refused
 from truedraft.caches.rows import RowCache
+from truedraft.targets import hosting
 from truedraft.targets.decoder import DecoderTarget, Prompt
 from truedraft.targets.hosting import check_exact
 
@@ -59,15 +62,42 @@ def test_checking_a_model_raises_no_warnings(own: dict[str, int], monkeypatch: p
         truedraft.accelerate(model)
 
 
-def test_a_model_that_ignores_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_ignores_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    model = tiny(dtype=dtype)
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *a, attention_mask=None, position_ids=None, **k: forward(*a, **k))
     target = DecoderTarget.__new__(DecoderTarget)
-    DecoderTarget.__init__(target, tiny("qwen2"))
+    DecoderTarget.__init__(target, tiny("qwen2", dtype))
     target.model = model
     with pytest.raises(Refused, match="differs from plain decoding"):
         check_exact(target)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ignored"),
+    [("llama", "attention_mask"), ("gemma2", "attention_mask"), ("qwen3", "attention_mask"), ("qwen3", "position_ids")],
+)
+def test_what_a_pass_ignores_moves_more_positions_than_rounding(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, ignored: str
+) -> None:
+    """In half precision, where single positions may differ, a pass that ignores either differs at more than those."""
+    target = DecoderTarget(tiny(architecture, torch.bfloat16), runtime="stock")
+    forward = target.model.forward
+
+    def ignoring(*args: Any, **inputs: Any) -> Any:
+        of_a_tree = inputs["input_ids"].shape[1] == 5  # tokens
+        return forward(*args, **(inputs | {ignored: None}) if of_a_tree else inputs)
+
+    found: list[Tensor] = []
+    differences = hosting._differences
+    monkeypatch.setattr(hosting, "_differences", lambda *a: found.append(differences(*a)) or found[-1])
+    check_exact(target)
+    assert (found[-1] > 0.25).sum() <= 1
+    monkeypatch.setattr(target.model, "forward", ignoring)
+    with pytest.raises(Refused, match="differs from plain decoding"):
+        check_exact(target)
+    assert (found[-1] > 0.25).sum() > hosting.STRAYS
 
 
 def test_a_model_is_asked_for_its_own_decoding_once_while_it_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "prompts": lambda document: figures.prompts(),
     "activations": lambda document: figures.activations(),
     "ties": lambda document: figures.ties(),
-    "ties-real": lambda document: figures.ties_real(),
+    "ties-real": lambda document, *of: figures.ties_real(*of),
     "equivalence": lambda document: figures.equivalence(),
     "heads": lambda document: figures.heads(),
     "stopping": lambda document: figures.stopping(),

@@ -85,7 +85,7 @@ def ties() -> list[str]:
     )  # fmt: skip
 
 
-def ties_real() -> list[str]:
+def ties_real(of: str = "ties_real") -> list[str]:
     """How many texts of instruct models in bf16 differ from `model.generate`, and how much faster they come."""
     return _table(
         [
@@ -98,7 +98,7 @@ def ties_real() -> list[str]:
                 *(str(one["differ"][way]) for way in ("keep", "recheck")),
                 *(f"{one['times_as_fast'][way]:.1f}" for way in ("keep", "recheck")),
             ]
-            for one in _results("ties_real")
+            for one in _results(of)
         ],
     )  # fmt: skip
 

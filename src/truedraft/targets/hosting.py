@@ -29,6 +29,11 @@ KINDS: dict[str, type[DecoderTarget]] = {
     "decoder": DecoderTarget, "encoder-decoder": Seq2SeqTarget, "recurrent": RecurrentTarget,
 }  # fmt: skip
 
+# Positions of twelve that may differ in half precision: rounding decides near-ties of experts differently, and moves
+# single positions of some models far (SmolLM2 by 2.6 standard deviations, at the second of some random tokens). A mask
+# or positions that are ignored move six and more.
+STRAYS = 3
+
 
 def hosted(model: Any, runtime: str = "auto", strict: bool = False, view: View | None = None) -> Target:
     """A target for a model, checked against the model's own decoding on this machine.
@@ -89,15 +94,30 @@ def check_exact(target: DecoderTarget) -> None:
     Raises:
         Refused: the model ignores the tree mask or the positions, or its own `generate` fails to continue a text.
     """
-    ids = _ids(target, 13)
-    padded = [ids[:4], ids[9:] if target.config.model_type in STATES_OUTSIDE else []]
+    pads = target.config.model_type not in STATES_OUTSIDE
     try:
-        _compared(target, ids, padded)
+        _agrees(target, pads)
     except _Differs:
         if target.reads_sources:
             raise
-        _compared(target, ids, [ids[:4], ids[9:]])
+        _agrees(target, pads=False)
         target.pads = False
+
+
+def _agrees(target: DecoderTarget, pads: bool) -> None:
+    """The comparison; in half precision with a second text where the first differs, since rounding moves more positions
+    than STRAYS now and then: of SmolLM2 four in one of sixteen comparisons.
+
+    pads: whether one of two texts is padded.
+    """
+    seeds = range(1 if target.dtype in (torch.float32, torch.float64) else 2)
+    for seed in seeds:
+        ids = _ids(target, 13, seed)
+        try:
+            return _compared(target, ids, [ids[:4], [] if pads else ids[9:]])
+        except _Differs:
+            if seed == seeds[-1]:
+                raise
 
 
 def _compared(target: DecoderTarget, ids: list[int], befores: list[list[int]]) -> None:
@@ -144,9 +164,7 @@ def _compare(target: DecoderTarget, own: OwnDecoding, ids: list[int], befores: l
     errors = _differences(found, expected)
     rounding = torch.finfo(target.dtype).eps * expected.abs().max()
     target.noise = max(float((found - expected).abs().max()), float(rounding))
-    strays = (
-        0 if target.dtype in (torch.float32, torch.float64) else 1
-    )  # in bf16 rounding may decide a near-tie of experts differently
+    strays = 0 if target.dtype in (torch.float32, torch.float64) else STRAYS
     if int((errors <= tolerance).logical_not().sum()) > strays:
         also = "" if target.branching else ", its layers do not continue from a state over several tokens at once"
         raise _Differs(
@@ -234,13 +252,13 @@ def _ignorable(target: DecoderTarget, texts: Sequence[list[int]], plain: Tensor,
             yield name
 
 
-def _ids(target: DecoderTarget, count: int) -> list[int]:
+def _ids(target: DecoderTarget, count: int, seed: int) -> list[int]:
     """Random tokens of text: none that the configuration uses as a special token."""
     configs = (target.model.config, target.config)
     special = {
         value for c in configs for name, value in c.to_dict().items() if name.endswith(("token_id", "token_index"))
         if isinstance(value, int)
     }  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(1, target.vocabulary, (count + 8 * len(special),), generator=generator).tolist()
     return [i for i in drawn if i not in special][:count]
