@@ -100,6 +100,22 @@ def test_what_a_pass_ignores_moves_more_positions_than_rounding(
     assert (found[-1] > 0.25).sum() > hosting.STRAYS
 
 
+@pytest.mark.parametrize(("dtype", "pads"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_half_precision_has_a_second_text(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pads: bool) -> None:
+    """Before padding counts as what changes a text; in fp32 the first one tells."""
+    target, compared, texts = DecoderTarget(tiny(dtype=dtype)), hosting._compared, list[list[int]]()
+
+    def first_differs(target: DecoderTarget, ids: list[int], befores: list[list[int]]) -> None:
+        texts.append(ids)
+        if len(texts) == 1:
+            raise hosting._Differs("rounding")
+        compared(target, ids, befores)
+
+    monkeypatch.setattr(hosting, "_compared", first_differs)
+    check_exact(target)
+    assert target.pads == pads and (texts[0] != texts[1]) == pads and len(texts) == 2
+
+
 def test_a_model_is_asked_for_its_own_decoding_once_while_it_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny.__wrapped__("llama"), list[object]()
     generate = type(model).generate
