@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0},
     "sampled, temperature, top-p": {"do_sample": True, "top_k": 0, "top_p": TOP_P, "temperature": TEMPERATURE},
 }
-BATCHES = (1, 2, 4, 8, 16, 24)
+BATCHES = (1, 2, 4, 8, 16, 24, 48, 96)
 WEIGHTS = (4, 2, 2, 1)  # by which ways are drawn: a nucleus costs a sort of the vocabulary for each token
 SELDOM = 4  # of so many batches one is checked in the less sharp way
 

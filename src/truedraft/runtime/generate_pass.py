@@ -22,7 +22,7 @@ from truedraft.caches.rows import RowCache
 from truedraft.runtime import native
 from truedraft.runtime.compiled import CompiledPass
 from truedraft.runtime.native import Op, OpKind
-from truedraft.runtime.orders import ALONE, attends_as_torch, columns_alone, norms_as_torch
+from truedraft.runtime.orders import ALONE, BY_PAIRS, attention_mode, columns_alone, norms_as_torch
 from truedraft.runtime.program import TABLED, Program
 from truedraft.runtime.tokenwise import PromptsAlone
 from truedraft.runtime.weights import Copies, NotCompilable, Weight, linear_weight
@@ -76,7 +76,7 @@ class GeneratePass(CompiledPass):
         ops = super()._ops(hidden, reduction)
         for op in ops if reduction != WHOLE else ():  # drafts, which may read other entries
             if op.kind == OpKind.ATTEND:
-                op.mode &= ~ALONE
+                op.mode &= ~(ALONE | BY_PAIRS)
         return ops
 
     def attach(self, cache: RowCache | None) -> None:
@@ -141,9 +141,10 @@ def _order_norm(op: Op, width: int) -> None:
 def _order_attention(op: Op) -> None:
     if op.mode or op.window or op.cap or op.sinks or op.bias or op.inner:
         raise NotCompilable("its attention has windows, biases, caps or sinks")
-    if not attends_as_torch(op.heads, op.kv_heads, op.head, op.scale):
+    mode = attention_mode(op.heads, op.kv_heads, op.head, op.scale)
+    if mode is None:
         raise NotCompilable("the order in which torch adds up attention is not known")
-    op.mode = ALONE
+    op.mode = mode
 
 
 @cache

@@ -7,7 +7,7 @@ that results are compared bit for bit before an order is used, with numbers that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,7 +29,8 @@ LARGE = 1 << 25  # weights of a layer
 # whose attention is compared
 KEYS = (*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 127, 128, 129, 511, 512, 513, 700, 1025)
 FEW = 83  # keys where the sum of a softmax is compared
-MANY = 300, 301, 302, 303, 306, 307  # and sums of products, of which torch adds up four together and then the others
+# and sums of products: MKL adds up four or eight together and then the others, and those of the second 512 to the first
+MANY = 300, 301, 302, 303, 306, 307, 701
 ROUNDED = -1.8203125, -0.00714111328125, -2.372264862060547e-05  # add up to a score that expf() rounds the other way
 HEADS = 1 << 10  # whose sums of its exponential are compared,
 SPLIT = 512, 64  # keys that torch adds up before others, and heads where what it multiplies their sums by is compared
@@ -38,9 +39,10 @@ SUMS = 1 << 18  # results where the first is compared: another order changes abo
 GROUP = 16  # most nodes of a group, as MANY in pass.c
 EPSILON = 1e-5  # of norms that are compared
 ALONE = 4  # of the mode of an operation: as torch computes a single token
+BY_PAIRS = 8  # and of that of attention: products in the order of MKL with instructions for bf16
 
 _products: dict[tuple[object, ...], int | None] = {}  # columns by shape, bias and threads; None: no number is right
-_attention: dict[tuple[object, ...], bool] = {}
+_attention: dict[tuple[object, ...], int | None] = {}  # modes by heads and threads; None: no mode is right
 _norms: dict[int, bool] = {}
 
 
@@ -81,16 +83,23 @@ def _columns(library: Any, layer: nn.Linear, panels: Weight) -> int | None:
     return None
 
 
-def attends_as_torch(heads: int, kv_heads: int, head: int, scale: float) -> bool:
-    """Whether compiled attention has torch's bits for single tokens, of so many heads of a size."""
+def attention_mode(heads: int, kv_heads: int, head: int, scale: float) -> int | None:
+    """The mode in which compiled attention has torch's bits for single tokens, of this many heads of a size; None where
+    it has them in none."""
     shape = heads, kv_heads, head, scale, torch.get_num_threads()
     if shape not in _attention:
-        _attention[shape] = native.attends_alone() and all(_attention_alike(heads, kv_heads, head, scale))
+        _attention[shape] = next((m for m in attention_modes() if all(_attention_alike(m, *shape[:4]))), None)
     return _attention[shape]
 
 
+def attention_modes() -> list[int]:
+    """The modes of compiled attention for single tokens on this processor, in the order in which they are tried."""
+    bits = native.attends_alone()
+    return [mode for mode in (ALONE, ALONE | BY_PAIRS) if mode & bits == mode]
+
+
 @torch.no_grad()
-def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequence[bool]:
+def _attention_alike(mode: int, heads: int, kv_heads: int, head: int, scale: float) -> Iterator[bool]:
     """Comparisons at all numbers of keys; of sums of softmaxes, and of the exponentials that are computed one by one,
     of keys in them and of highest scores; and of values and of keys that cancel each other, but for the rounding of
     each addition, which shows beside the smaller ones that are left."""
@@ -112,17 +121,16 @@ def _attention_alike(heads: int, kv_heads: int, head: int, scale: float) -> Sequ
     several, fewer = some(GROUP, heads), keys[:, : max(MANY)]
     one, four = torch.zeros(1, HEADS, head), torch.zeros(HEADS, 4, head)
     one[..., :3], four[:, 1:, :3] = 1.0, torch.tensor(ROUNDED)
-    return (
-        _alike(2 * some(len(KEYS), heads), keys, values, KEYS, scale),
-        _alike(some(sums, heads), keys, values, [FEW] * sums, scale),
-        _alike(one.to(torch.bfloat16), four.to(torch.bfloat16), some(HEADS, 4), [4], 1.0),
-        _alike(*_split(head), [SPLIT[0] + 1], 1.0),
-        all(
-            _alike(several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
-            for n in MANY
-        ),
-        _alike(cancelling(several, 2, 1.0), cancelling(fewer, 2, GREATER), values[:, : max(MANY)], [300] * GROUP, 1.0),
+    yield _alike(mode, 2 * some(len(KEYS), heads), keys, values, KEYS, scale)
+    yield _alike(mode, some(sums, heads), keys, values, [FEW] * sums, scale)
+    yield _alike(mode, one.to(torch.bfloat16), four.to(torch.bfloat16), some(HEADS, 4), [4], 1.0)
+    yield _alike(mode, *_split(head), [SPLIT[0] + 1], 1.0)
+    yield all(
+        _alike(mode, several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
+        for n in MANY
     )
+    last = cancelling(several, 2, 1.0), cancelling(fewer, 2, GREATER), values[:, : max(MANY)]
+    yield _alike(mode, *last, [300] * GROUP, 1.0)
 
 
 def _split(head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +148,7 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _alike(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float) -> bool:
+def _alike(mode: int, queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float) -> bool:
     """Whether queries (tokens, heads, size) have torch's results over the first keys that each sees."""
     attention, share = own(functional, "scaled_dot_product_attention"), queries.shape[1] // len(keys)
     for first in range(0, len(seen), GROUP):
@@ -150,19 +158,21 @@ def _alike(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], s
             query = torch.stack([one for _, one in of_count])[:, :, None]
             k, v = (t[:, :count].repeat_interleave(share, 0).expand(len(query), -1, -1, -1) for t in (keys, values))
             alone.append(attention(query, k, v, scale=scale)[:, :, 0])
-        if not torch.equal(torch.cat(alone), attention_alone(some, keys, values, counts, scale)):
+        if not torch.equal(torch.cat(alone), attention_alone(mode, some, keys, values, counts, scale)):
             return False
     return True
 
 
-def attention_alone(queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float) -> Tensor:
+def attention_alone(
+    mode: int, queries: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int], scale: float
+) -> Tensor:
     """Compiled attention of queries (tokens, heads, size), GROUP at most, over the first keys (heads of keys, places,
     size) that each sees, with the bits of single tokens where torch has its orders."""
     heads, head = queries.shape[1:]
     keys, values = keys.contiguous(), values.contiguous()
     op = Op(
         kind=OpKind.ATTEND, wait=1, src=0, dst=1, narrow=1, scale=scale, heads=heads, kv_heads=len(keys), head=head,
-        step=head, kv_step=head, mode=ALONE, keys=keys.data_ptr(), values=values.data_ptr(),
+        step=head, kv_step=head, mode=mode, keys=keys.data_ptr(), values=values.data_ptr(),
     )  # fmt: skip
     results = _computed(op, queries.float().flatten(1), seen, keys.shape[1])
     return results.unflatten(1, (heads, head)).to(queries.dtype)

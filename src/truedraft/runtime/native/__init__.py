@@ -228,10 +228,10 @@ def takes_blocks() -> bool:
     return lib is not None and bool(lib.truedraft_takes_blocks())
 
 
-def attends_alone() -> bool:
-    """Whether there is the attention of single tokens as torch computes it."""
+def attends_alone() -> int:
+    """The bits of a mode that attention as torch computes it for single tokens takes; 0 where there is none."""
     lib = library()
-    return lib is not None and bool(lib.truedraft_attends_alone())
+    return 0 if lib is None else int(lib.truedraft_attends_alone())
 
 
 def missing() -> str:

@@ -564,7 +564,7 @@ enum Kind {
   PICK, HEADS, LATENT, SCAN, UNIT, MIX, MATCH, EXCEED, SPARE, CHOOSE
 };
 
-enum { ALONE = 4 }; /* bit of a mode: see there */
+enum { ALONE = 4, BY_PAIRS = 8 }; /* bits of a mode: see there */
 
 typedef struct {
   int32_t kind;
@@ -581,7 +581,8 @@ typedef struct {
                      ATTEND: 1 = a node sees its own part of the positions, of `window` each, 2 = biases are by the
                      positions of keys, and are added to scaled scores, the sums rounded;
                      MIX: 1 = added to dst; RMS_NORM, PREPARE, ATTEND: and 4 = as torch computes a single token, which
-                     ATTEND does in bf16 only, of all positions, without biases, sinks or caps */
+                     ATTEND does in bf16 only, of all positions, without biases, sinks or caps, and with 8 in the order
+                     of MKL with instructions for bf16 */
   int64_t out, in;
   int64_t heads, kv_heads, head, rotary, window; /* RECUR: heads of values, and of queries and keys, and size of these;
                                                     CONVOLVE: head inputs of a channel; SCAN: heads parts of the
@@ -887,6 +888,7 @@ typedef struct {
 } Worker;
 
 static void (*attend_as_alone)(const Op *, const Pass *, int64_t, int64_t, Worker *); /* see alone.inc; or NULL */
+static int of_alone; /* the bits of modes that it takes */
 
 IN int64_t padded_to_32(int64_t width) { return (width + 31) / 32 * 32; }
 
@@ -2086,7 +2088,7 @@ static int op_fits(const Op *op, const Pass *pass, int64_t share) {
           (op->kind != ATTEND || op->in || op->window || op->head > MOST_ROUNDED || !op->second || !op->scales ||
            !op->second_scales || !within(op->form, PANEL_INT8, PANEL_INT4) || op->apart % ROUNDED || !pass->rounded))
         return 0;
-      if (op->mode & ALONE && (op->kind != ATTEND || !attend_as_alone || !op->narrow || op->mode != ALONE || op->in || op->window ||
+      if (op->mode & ALONE && (op->kind != ATTEND || !op->narrow || op->mode & ~of_alone || op->in || op->window ||
                                op->cap != 0.0f || op->sinks || op->bias || op->weight))
         return 0;
       return heads_fit(op, share) && within(key_size(op), 1, MOST) &&
@@ -2371,8 +2373,8 @@ int64_t truedraft_multiply(int form, int64_t steps, int threads) {
   return m.operations * threads;
 }
 
-/* Whether there is the attention of single tokens as torch computes it. */
-int truedraft_attends_alone(void) { return attend_as_alone != NULL; }
+/* The bits of a mode that attention as torch computes it for single tokens takes; 0 where there is none. */
+int truedraft_attends_alone(void) { return of_alone; }
 
 /* Whether the processor multiplies panels that have their scales within them. */
 int truedraft_takes_blocks(void) { return by_integers[PANEL_BLOCKS] != NULL; }
@@ -2420,6 +2422,7 @@ int truedraft_choose(int wanted) {
   units = wanted >= 7 && wide && __builtin_cpu_supports("avx512bf16");
   by_pairs = !wide;
   attend_as_alone = wide ? attend_alone : NULL;
+  of_alone = units ? ALONE | BY_PAIRS : wide ? ALONE : 0;
   if (wide) USE(avx512, 16);
   else USE(avx2, 8), USE_INTEGERS(pairs);
   if (wanted == 4 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
