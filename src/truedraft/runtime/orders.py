@@ -126,7 +126,9 @@ def _attention_alike(mode: int, heads: int, kv_heads: int, head: int, scale: flo
     yield _alike(mode, one.to(torch.bfloat16), four.to(torch.bfloat16), some(HEADS, 4), [4], 1.0)
     yield _alike(mode, *_split(head), [SPLIT[0] + 1], 1.0)
     yield all(
-        _alike(mode, several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale)
+        _alike(
+            mode, several, cancelling(keys[:, :n], 1, 1.0), cancelling(values[:, :n], 1, GREATER), [n] * GROUP, scale
+        )
         for n in MANY
     )
     last = cancelling(several, 2, 1.0), cancelling(fewer, 2, GREATER), values[:, : max(MANY)]
