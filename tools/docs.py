@@ -50,7 +50,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "replay": lambda document, *drafters: figures.replay(*drafters),
     "recorded": lambda document: figures.recorded(),
     "peers": lambda document, *which: figures.peers(*which),
-    "real": lambda document, model: figures.real(model),
+    "real": lambda document, *of: figures.real(*of),
     "quantised": lambda document, *of: weights.quantised(*of),
     "audited": lambda document: figures.audited(),
     "answers": lambda document, *of: weights.answers(*of),

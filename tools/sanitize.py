@@ -32,7 +32,7 @@ TESTS = (
     "knobs",
 )
 TESTS += ("caches", "files", "nest", "compose", "native_checks", "changes", "threads", "prompts", "ranks", "tree")
-TESTS += ("packed", "quantised_checkpoints")
+TESTS += ("packed", "quantised_checkpoints", "generate_pass")
 
 
 def sanitized(extension: Any) -> None:

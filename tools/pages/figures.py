@@ -487,13 +487,13 @@ def speeds() -> list[str]:
     )
 
 
-def real(model: str) -> list[str]:
+def real(model: str, of: str = "real") -> list[str]:
     """Tokens per second of requests to an instruct model, by kind and side, and the default over transformers: of whole
     calls, and after the first token.
 
-    model: what its name in the file begins with.
+    model: what its name in the file begins with. of: the file of results.
     """
-    rows = [row for row in _results("real") if row["model"].startswith(model)]
+    rows = [row for row in _results(of) if row["model"].startswith(model)]
     sides = list(dict.fromkeys(row["side"] for row in rows))
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

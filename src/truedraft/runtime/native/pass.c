@@ -1036,7 +1036,8 @@ AVX2 static void linear(const Op *op, const Pass *pass, int64_t expert, int64_t 
   const int64_t at = expert * op->apart + first;
   int64_t ldx = pass->stride[op->src];
   const int64_t ldy = pass->stride[op->dst];
-  float one[CHUNK * BROAD], two[CHUNK * BROAD], *dst = ROW(op->dst, m0) + first;
+  _Alignas(64) float one[CHUNK * BROAD], two[CHUNK * BROAD];
+  float *dst = ROW(op->dst, m0) + first;
   prepare_nodes(op, pass, m0, nodes, worker);
   if (in_bf16(op)) {
     ldx = apart_in_bf16(op->in);
