@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -16,10 +16,12 @@ import truedraft
 from drafters_for_tests import Noise
 from models import ARCHITECTURES, tiny
 from test_ties import PROMPTS, generated
-from truedraft.runtime import generate_pass, orders
+from truedraft.runtime import generate_pass, native, orders, panels
 from truedraft.runtime.generate_pass import GeneratePass
+from truedraft.runtime.linears import Product
 from truedraft.runtime.processors import processor
 from truedraft.runtime.tokenwise import TokenwisePass
+from truedraft.runtime.weights import linear_weight
 
 WIDE = dict(hidden_size=128, intermediate_size=208, head_dim=32)  # torch computes smaller products by other code
 pytestmark = pytest.mark.skipif(
@@ -88,6 +90,20 @@ def test_attention_over_any_number_of_keys_is_that_of_torch() -> None:
             assert torch.equal(expected[0, :, 0], result), count
 
 
+@pytest.mark.parametrize("shape", [(896, 4864), (1536, 8960), (576, 1536), (128, 896)])
+def test_products_of_real_layers_are_those_of_torch(shape: tuple[int, int]) -> None:
+    """Of Qwen2.5 0.5B and 1.5B and SmolLM2: oneDNN adds up long rows in parts, with AMX in equal ones."""
+    out, inner = shape
+    torch.manual_seed(inner)
+    layer = nn.Linear(inner, out).to(torch.bfloat16).requires_grad_(False)
+    weight = panels.panels(linear_weight(layer, torch.bfloat16))
+    columns, library = orders.columns_alone(layer, weight), native.library()
+    assert columns is not None and library is not None
+    x = torch.randn(40, inner).to(torch.bfloat16)
+    expected = torch.cat([layer(token[None, None])[0] for token in x])
+    assert torch.equal(Product(library, weight, torch.bfloat16, columns)(x), expected)
+
+
 @pytest.mark.parametrize("left", [3, 11])
 def test_exponentials_of_keys_that_fill_no_vector_are_those_of_torch(left: int) -> None:
     """Of a score that expf() rounds the other way: their sum differs by a few units in the last place, which shows in
@@ -143,7 +159,8 @@ def test_other_bits_are_noticed_before_they_are_used(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(orders, "attention_alone", one_key_more)
     elif fault == "products":
         monkeypatch.setattr(orders, "_products", {})
-        monkeypatch.setattr(orders, "COLUMNS", (32,))
+        monkeypatch.setattr(orders, "COLUMNS", (64,))
+        monkeypatch.setattr(orders, "PARTS", 1)
     elif fault == "norms":
         monkeypatch.setattr(orders, "_norms", {})
         monkeypatch.setattr(orders, "norm_alone", lambda rows: rows * torch.rsqrt(mean_in_order(rows) + orders.EPSILON))

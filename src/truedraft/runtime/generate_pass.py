@@ -129,7 +129,7 @@ def _order_product(op: Op, layers: dict[int, tuple[nn.Linear, Weight]]) -> None:
     if columns or first is None:
         raise NotCompilable(f"the order in which torch adds up {op.inner} columns for {op.out} results is not known")
     if first:
-        op.groups, op.shift = -(-op.inner // first), first.bit_length() - 1
+        op.groups, op.shift = -(-op.inner // first), first
 
 
 def _order_norm(op: Op, width: int) -> None:

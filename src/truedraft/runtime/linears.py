@@ -73,7 +73,7 @@ def compilable(weight: Weight, dtype: torch.dtype) -> bool:
 class Product:
     """The compiled product of a weight with vectors of a dtype, with its bias added.
 
-    columns: a power of two of columns that are added up first, and then the sums of these, for plain weights in panels;
+    columns: those that are added up first, a multiple of 16, and then the sums of these, for plain weights in panels;
         0 to add all columns up in order.
     """
 
@@ -81,7 +81,7 @@ class Product:
         self._run, self.dtype = library.truedraft_linear, dtype
         self._kept, given = fields(weight, padded)
         if columns:
-            given |= {"groups": -(-weight.shape[1] // columns), "shift": columns.bit_length() - 1}
+            given |= {"groups": -(-weight.shape[1] // columns), "shift": columns}
         self._op = Op(kind=OpKind.LINEAR, dst=1, narrow=dtype == torch.bfloat16, scale=1.0, **given)
 
     def takes(self, x: Tensor) -> bool:

@@ -23,6 +23,8 @@ from truedraft.runtime.panels import panels as panels_of_weight
 from truedraft.runtime.weights import Weight, padded_to_16
 
 COLUMNS = 512, 0, 256, 1024  # that a product may add up first, in the order in which they are tried; 0: all of them
+PARTS = 16  # and then equal parts, of whole STEPs, up to this many
+STEP = 32  # columns that the processor's unit for tiles multiplies at once
 RESULTS = 1 << 13  # of a layer that are compared at least, for each number of columns
 LARGE = 1 << 25  # weights of a layer
 
@@ -77,7 +79,8 @@ def _columns(library: Any, layer: nn.Linear, panels: Weight) -> int | None:
         bias = None if bias is None else torch.zeros_like(bias)
         panels = panels_of_weight(Weight(weight, None, bias))
     alone = torch.cat([functional.linear(token[None, None], weight, bias)[0] for token in x])
-    for columns in COLUMNS:
+    equal = [inner // parts for parts in range(2, PARTS + 1) if inner % (parts * STEP) == 0]
+    for columns in (*COLUMNS, *equal):
         if columns < inner and torch.equal(Product(library, panels, x.dtype, columns)(x), alone):
             return columns
     return None

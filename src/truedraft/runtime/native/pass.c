@@ -611,7 +611,7 @@ typedef struct {
   int64_t apart;                        /* LINEAR, GATED: from expert to expert, in rows of the weights;
                                            COLUMNS: from row to row of the weights, (in, apart) per expert */
   int64_t blank;                        /* EMBED: the token that has no position, or -1 */
-  int64_t groups;                       /* LINEAR, GATED: of columns that share a scale; of plain weights, of 2^shift
+  int64_t groups;                       /* LINEAR, GATED: of columns that share a scale; of plain weights, of `shift`
                                            columns that are added up first; EMBED: of a table in PANEL_BLOCKS, what blocks it has */
   const void *weight, *second;          /* LINEAR, GATED: as the model keeps them; EMBED: tokens, in rows or panels, and positions or NULL;
                                            SCAN: logarithms of rates (head, in); UNIT: of channels (in,);
@@ -949,7 +949,6 @@ AVX2 IN void product(const Op *op, const void *weight, const void *scales, const
   const Factors part = part_of(&whole, first, 0);
   const Linear multiply = in_fixed_point(op) ? by_integers[op->form]
                           : !in_bf16(op)     ? linears[op->form]
-                          : in_parts(op)     ? panels_bf16_units
                                              : by_units[op->form];
   multiply(x, ldx, nodes, w, rows, op->in, y, BROAD, &part);
   if (op->form == INT8)
@@ -1962,8 +1961,8 @@ static int groups_fit(const Op *op) {
     return by_integers[op->form] && blocks_fit(op->shift, op->in) && !op->groups && !op->scales && !op->offsets && !op->half;
   if (op->form == GROUPED && (!within(op->shift, 4, 30) || op->groups << op->shift != op->in)) return 0;
   if (in_parts(op) && (op->form == PANEL_FLOAT || op->form == PANEL_BFLOAT))
-    return op->kind != HEADS && !op->heads && !op->half && !op->offsets && within(op->shift, 4, 30) &&
-           op->groups == (op->in + (1 << op->shift) - 1) >> op->shift;
+    return op->kind != HEADS && !op->heads && !op->half && !op->offsets && within(op->shift, PANEL, MOST) &&
+           op->shift % PANEL == 0 && op->groups == (op->in + op->shift - 1) / op->shift;
   if (op->form != PANEL_INT8 && op->form != PANEL_INT4)
     return !op->half && (op->form == GROUPED || (!op->groups && !op->offsets));
   const int64_t least = op->offsets ? L : columns_of[op->form];
