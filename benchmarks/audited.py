@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], help="drafters that need more than the model")
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--new", type=int, default=192, help="tokens of an answer at most")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows, of which a number is drawn")
     parser.add_argument("--name", help="of the model in the result")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
@@ -204,7 +205,7 @@ def main() -> None:
     while done < args.tokens:
         rng = random.Random(turn)
         drafter, (way,) = audit.drafter(rng), rng.choices(list(WAYS), WEIGHTS)
-        done += audit.batch(rng.sample(texts, rng.choice(BATCHES)), drafter, way, turn)
+        done += audit.batch(rng.sample(texts, rng.choice(args.batches)), drafter, way, turn)
         turn += 1
         result = run | {
             "noise": audit.noise, "largest_gap": audit.largest, "machine": machine(),
