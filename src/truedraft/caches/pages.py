@@ -20,7 +20,7 @@ import torch
 
 from truedraft.errors import NoRoom
 
-LEAST = 1 << 16  # bytes of a tensor that has pages of its own
+LEAST = 1 << 18  # bytes of a tensor that has pages of its own: a page that is written to for the first time costs microseconds
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python from 3.13 on
 
 
