@@ -345,7 +345,7 @@ def test_slots_take_memory_as_rows_grow_and_give_it_back() -> None:
 
 
 @pytest.mark.skipif(not pages.available(), reason="memory is taken at once on this system")
-@pytest.mark.parametrize("sizes", [(3, 2, 700, 5), (2, 1, 3000, 17), (5, 3, 1024, 8)])
+@pytest.mark.parametrize("sizes", [(3, 2, 2900, 5), (2, 1, 3000, 17), (5, 3, 1024, 8)])
 def test_nothing_that_is_kept_is_given_back(sizes: tuple[int, ...]) -> None:
     """Of sizes that are no multiples of a page too."""
     slots, heads, capacity, size = sizes
