@@ -20,7 +20,7 @@ import torch
 
 from truedraft.errors import NoRoom
 
-LEAST = 1 << 18  # bytes of a tensor that has pages of its own: a page that is written to for the first time costs microseconds
+LEAST = 1 << 18  # bytes of a tensor that has pages of its own; fresh ones cost microseconds each
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python from 3.13 on
 
 
