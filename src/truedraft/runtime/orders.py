@@ -31,7 +31,7 @@ LARGE = 1 << 25  # weights of a layer
 # whose attention is compared
 KEYS = (*range(1, 21), 31, 32, 33, 47, 48, 63, 64, 65, 127, 128, 129, 511, 512, 513, 700, 1025)
 FEW = 83  # keys where the sum of a softmax is compared
-# and sums of products: MKL adds up four or eight together and then the others, and those of the second 512 to the first
+# and sums of products: MKL adds up four or eight together and then the others, and a second 512 to the sum of the first
 MANY = 300, 301, 302, 303, 306, 307, 701
 ROUNDED = -1.8203125, -0.00714111328125, -2.372264862060547e-05  # add up to a score that expf() rounds the other way
 HEADS = 1 << 10  # whose sums of its exponential are compared,
@@ -41,7 +41,7 @@ SUMS = 1 << 18  # results where the first is compared: another order changes abo
 GROUP = 16  # most nodes of a group, as MANY in pass.c
 EPSILON = 1e-5  # of norms that are compared
 ALONE = 4  # of the mode of an operation: as torch computes a single token
-BY_PAIRS = 8  # and of that of attention: products in the order of MKL with instructions for bf16
+BY_PAIRS = 8  # and, of attention, with products in the order of MKL with instructions for bf16
 
 _products: dict[tuple[object, ...], int | None] = {}  # columns by shape, bias and threads; None: no number is right
 _attention: dict[tuple[object, ...], int | None] = {}  # modes by heads and threads; None: no mode is right
