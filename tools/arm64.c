@@ -6,12 +6,14 @@
 
 typedef int64_t (*Function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 int truedraft_pass(), truedraft_linear(), truedraft_panels(), truedraft_rows(), truedraft_choose(), truedraft_takes_blocks();
+int truedraft_pack_blocks(), truedraft_attends_alone();
 int64_t truedraft_multiply(), truedraft_layout();
 
 int main(void) {
   const Function functions[] = {(Function)truedraft_pass,     (Function)truedraft_linear, (Function)truedraft_panels,
                                 (Function)truedraft_multiply, (Function)truedraft_choose, (Function)truedraft_layout,
-                                (Function)truedraft_takes_blocks, (Function)truedraft_rows};
+                                (Function)truedraft_takes_blocks, (Function)truedraft_rows,
+                                (Function)truedraft_pack_blocks, (Function)truedraft_attends_alone};
   for (int64_t head[3]; fread(head, sizeof head, 1, stdin) == 1;) {
     const size_t bytes = (size_t)head[1], pointers = (size_t)head[2];
     int64_t *at = malloc(sizeof(int64_t) * (pointers + 1));

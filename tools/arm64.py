@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,13 @@ from truedraft.runtime.native import Op, OpKind, PassArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-FUNCTIONS = ("pass", "linear", "panels", "multiply", "choose", "layout", "takes_blocks", "rows")
-TESTS = ("tests/test_kernels.py", "tests/test_linears.py", "tests/test_runtime.py", "tests/test_recurrent.py")
+FUNCTIONS = (
+    "pass", "linear", "panels", "multiply", "choose", "layout", "takes_blocks", "rows", "pack_blocks", "attends_alone",
+)  # fmt: skip
+TESTS = (
+    "tests/test_kernels.py", "tests/test_linears.py", "tests/test_runtime.py", "tests/test_recurrent.py",
+    "tests/test_packed.py", "tests/test_quantised_checkpoints.py",
+)  # fmt: skip
 POINTERS = [name for name, kind in Op._fields_ if kind is ctypes.c_void_p]
 ARGUMENTS, LEVELS, LEAST = 6, (2, 7), 2  # of `truedraft_choose` on arm64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,6 +103,7 @@ class Emulated:
             [EMULATOR, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=dict(os.environ, OMP_WAIT_POLICY="passive"),
         )  # fmt: skip
+        self._one_at_a_time = threading.Lock()  # weights are packed by several threads
         self._host, self._most, self.compared, self.products = host, most, 0, 0
         self._tensors: dict[bytes, list[tuple[int, int]]] = {}  # those that operations refer to
         self.truedraft_choose(max(LEVELS))
@@ -108,10 +115,11 @@ class Emulated:
                 struct.pack_into("q", image.data, 8 * i, argument)
         given, taken, count = self._process.stdin, self._process.stdout, len(image.relocations)
         assert given is not None and taken is not None
-        given.write(struct.pack(f"{3 + count}q", FUNCTIONS.index(name), len(image.data), count, *image.relocations))
-        given.write(image.data)
-        given.flush()
-        answer = taken.read(8 + len(image.data))
+        with self._one_at_a_time:
+            given.write(struct.pack(f"{3 + count}q", FUNCTIONS.index(name), len(image.data), count, *image.relocations))
+            given.write(image.data)
+            given.flush()
+            answer = taken.read(8 + len(image.data))
         assert len(answer) == 8 + len(image.data), f"the emulated {name} ended with {self._process.wait()}"
         return struct.unpack_from("q", answer)[0], answer[8:]
 
@@ -194,11 +202,18 @@ class Emulated:
         return self._reordered("rows", form, panels, out, width, rows, threads)
 
     def _reordered(self, name: str, form: int, given: int, out: int, width: int, made: int, threads: int) -> int:
+        return self._called(name, (form, 0, out, width, 0, threads), self._from_to(given, made))
+
+    def _from_to(self, given: int, made: int) -> Image:
+        """The second argument, which is read, and the fifth, which is written; both are within tensors."""
         image = Image()
         for at, address in (8, given), (32, made):
             image.add(*next(tensor for tensor in storages() if tensor[0] <= address < sum(tensor)))
             image.point(at, address, 1)
-        return self._called(name, (form, 0, out, width, 0, threads), image)
+        return image
+
+    def truedraft_pack_blocks(self, kind: int, given: int, rows: int, columns: int, packed: int) -> int:
+        return self._called("pack_blocks", (kind, 0, rows, columns, 0), self._from_to(given, packed))
 
     def truedraft_multiply(self, form: int, steps: int, threads: int) -> int:
         return self._called("multiply", (form, steps, threads), Image())
@@ -208,6 +223,9 @@ class Emulated:
 
     def truedraft_takes_blocks(self) -> int:
         return self._called("takes_blocks", (), Image())
+
+    def truedraft_attends_alone(self) -> int:
+        return self._called("attends_alone", (), Image())
 
     def truedraft_choose(self, wanted: int) -> int:
         self.level = self._called("choose", (min(wanted, self._most),), Image())

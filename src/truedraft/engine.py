@@ -200,7 +200,8 @@ class Engine:
     def _propose(self, cohort: Cohort, budget: Sequence[int]) -> list[DraftTree]:
         def drafted(drafter: Drafter, rows: Sequence[Row], nodes: Sequence[int]) -> list[DraftTree]:
             try:
-                drafts, most = self._draft(drafter, rows, nodes), 1 + drafter.width
+                drafts = self._draft(drafter, rows, nodes)
+                most = 1 + drafter.width if max(map(len, drafts)) > 1 else 1
                 fitted = [_fitted(row, tree, most) for row, tree in zip(rows, drafts, strict=True)]
                 return fitted if self.target.branching else [chained(tree) for tree in fitted]
             except Exception as error:

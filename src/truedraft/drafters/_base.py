@@ -199,10 +199,12 @@ class PerRow(Continuing, Generic[State]):
     The confidence of its nodes is calibrated by how often earlier ones were right (`_calibration.py`), verified or not.
     """
 
-    _observes: ClassVar[bool]  # whether it learns from passes
+    _observes: ClassVar[bool]  # whether it learns from passes,
+    _listens: ClassVar[bool]  # or does anything else after each of them
 
     def __init_subclass__(cls) -> None:
         cls._observes = cls.learn is not PerRow.learn or cls.learn_all is not PerRow.learn_all
+        cls._listens = cls._observes or cls.observe is not PerRow.observe
 
     def __post_init__(self) -> None:
         self.forget()
@@ -287,8 +289,7 @@ class PerRow(Continuing, Generic[State]):
 
     @property
     def attentive(self) -> bool:
-        learns = self._observes or type(self).observe is not PerRow.observe
-        return learns or self._requested or self._calibration.follows
+        return self._listens or self._requested or self._calibration.follows
 
     def _learns(self) -> bool:
         """Whether it learns from this pass; if learning is expensive, only from some passes without a draft."""

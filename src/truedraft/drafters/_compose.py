@@ -128,15 +128,15 @@ class Many(Joint):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for calibration in self._calibrations.values():
-            calibration.update(rows)
+            if calibration.follows:
+                calibration.update(rows)
         for k, part in enumerate(self._parts):
-            if k not in self._called:
-                if part.attentive:
-                    part.observe(rows, trees, scores, accepted)
-                continue
-            began = time.perf_counter()
-            part.observe(rows, trees, scores, accepted)
-            self.observing[k] = usual_seconds(self.observing[k], time.perf_counter() - began)
+            if k in self._called:
+                began = time.perf_counter()
+                part.observe(rows, trees, scores, accepted)
+                self.observing[k] = usual_seconds(self.observing[k], time.perf_counter() - began)
+            elif part.attentive:
+                part.observe(rows, trees, scores, accepted)
         self._called.clear()
 
     def end(self, row: Row) -> None:
@@ -213,7 +213,7 @@ class Merge(Many):
     def observe(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
-        if self.pass_cost is not None and self._drafts:
+        if self._drafts and self.pass_cost is not None:
             self._review(self.pass_cost, rows, trees)
         self._drafts.clear()
         super().observe(rows, trees, scores, accepted)
