@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--also", nargs="*", default=[], help="drafters that need more than the model")
     parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--longest", type=int, help="characters of a request; longer ones are left out")
     parser.add_argument("--new", type=int, default=192, help="tokens of an answer at most")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows, of which a number is drawn")
     parser.add_argument("--name", help="of the model in the result")
@@ -191,7 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     registered = ["auto", *registry.names("drafters"), *registry.names("views"), *args.also]
     audit = Audit(args.model, args.dtype, args.quantize, registered, args.new)
-    texts = [text for path in args.prompts for text in prompts_of(path)]
+    texts = [text for path in args.prompts for text in prompts_of(path) if len(text) <= (args.longest or len(text))]
     weights = args.quantize or ("GGUF" if str(args.model).endswith(".gguf") else "of the dtype")
     run = {"model": args.name or Path(args.model).name, "dtype": str(audit.model.dtype), "weights": weights}
     runs = json.loads(args.json.read_text("utf-8"))["runs"] if args.json.exists() else []

@@ -1,12 +1,14 @@
 """The cost control under a simulated clock: what its decisions are worth, without the noise of a machine.
 
-    python benchmarks/simulated.py MODEL --prompts FILE [--drafter auto] [--requests 48] [--tokens 96] [--json FILE]
+    python benchmarks/simulated.py MODEL --prompts FILE [--unknown] [--drafter auto] [--requests 48] [--json FILE]
 
 Every request is the first call of an accelerated model, greedy, by a control to which passes seem to take the seconds
 of a curve, and steps besides those of `HOST`, by what is done in them. Texts, drafts and decisions are real; only the
 clock is not. The figure of a request is the time that its tokens take without drafts over its time; requests are sorted
 by it, and the means of their thirds are shown: the lowest third has the least to copy. Two curves: `small` is that of
-SmolLM2-135M in Q4_1 on two cores, whose passes take 3.6 ms, and `large` one of passes that wait for weights.
+SmolLM2-135M in Q4_1 on two cores, whose passes take 3.6 ms, and `large` one of passes that wait for weights. With
+`--unknown` the control does not know the curve, as in the first process on a machine, and learns it from the passes of
+its request.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Simulated(Cost):
     """The cost control, with a clock of its own; the engine's is ignored."""
 
     curve: Curve = CURVES["small"]
+    known: bool = True
     steps: Counter[str] = field(default_factory=Counter)  # by what is done in them
 
     def __post_init__(self) -> None:
@@ -67,7 +70,8 @@ class Simulated(Cost):
     def drafting(self, value: dict[int, float]) -> None: ...
 
     def open(self, target: Target, drafter: Drafter, rows: int, lockstep: bool, steps: int) -> None:
-        self._costs.curve, self._costs.measured = self.curve, True
+        if self.known:
+            self._costs.curve, self._costs.measured = self.curve, True
         self._costs.measure = lambda *given: None  # type: ignore[method-assign]
         super().open(target, drafter, rows, lockstep, steps)
         self._costs.target = target
@@ -97,10 +101,10 @@ class Simulated(Cost):
 
 
 def simulated(
-    model: Any, tokenizer: Any, drafter: str, text: str, tokens: int, curve: Curve
+    model: Any, tokenizer: Any, drafter: str, text: str, tokens: int, curve: Curve, known: bool
 ) -> tuple[float, Counter[str]]:
     """Of one request: the time of its tokens without drafts over its time, and its steps by kind."""
-    control = Simulated(curve=curve)
+    control = Simulated(curve=curve, known=known)
     fast = truedraft.accelerate(model, tokenizer, draft=drafter, control=control)
     inputs = tokenizer(request_text(tokenizer, text), return_tensors="pt")
     emitted = fast.generate(**inputs, max_new_tokens=tokens, do_sample=False).shape[1] - inputs["input_ids"].shape[1]
@@ -115,6 +119,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--unknown", action="store_true", help="the control does not know the curve")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model, tokenizer = load(args.model)
@@ -122,7 +127,9 @@ def main() -> None:
     texts = texts[:: max(len(texts) // args.requests, 1)][: args.requests]
     mean, results = statistics.geometric_mean, {}
     for name, curve in CURVES.items():
-        found = [simulated(model, tokenizer, args.drafter, text, args.tokens, curve) for text in texts]
+        found = [
+            simulated(model, tokenizer, args.drafter, text, args.tokens, curve, not args.unknown) for text in texts
+        ]
         ratios = sorted(ratio for ratio, _ in found)
         third = len(ratios) // 3
         thirds = ratios[:third], ratios[third : 2 * third], ratios[2 * third :]

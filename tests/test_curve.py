@@ -121,6 +121,26 @@ def test_typical_curve_fits_the_known_points_and_is_updated() -> None:
     assert curve(16) == pytest.approx(0.9, rel=0.05) and curve(5) == pytest.approx(0.3)
 
 
+def test_what_is_assumed_of_wider_passes_follows_the_first_that_is_seen() -> None:
+    """They are as much longer as was assumed; those of which the times were measured are left."""
+    assumed = Curve.typical(1, 1.0)
+    for factor in (0.45, 1.0, 1.2):
+        curve = assumed
+        for _ in range(40):
+            curve = curve.learned(8, factor * assumed(8), 0.1, plain=1)
+        assert curve(8) == pytest.approx(factor * assumed(8), rel=0.02) and curve(1) == assumed(1)
+        for wider in (16, 32):
+            assert curve(wider) / curve(8) == pytest.approx(assumed(wider) / assumed(8), rel=0.02)
+    measured = Curve(WIDTHS, assumed.seconds)
+    assert measured.learned(8, 1.1, 0.1, plain=1).seconds[4:] == measured.seconds[4:]
+
+
+def test_a_first_pass_that_is_fast_is_believed_at_once_and_a_slow_one_is_not() -> None:
+    assumed = Curve.typical(1, 1.0)
+    assert assumed.learned(8, 1.1, 0.1, plain=1)(8) == pytest.approx(1.1, rel=1e-4)
+    assert assumed.learned(8, 2 * assumed(8), 0.1, plain=1)(8) == pytest.approx(1.25 * assumed(8), rel=1e-4)
+
+
 def _pooled(knots: Sequence[Knot]) -> list[float]:
     """The non-decreasing times nearest to the times of the knots: of knot i the largest over j <= i of the least over
     k >= i of the weighted mean of the knots j to k (Barlow et al., "Order Restrictions", 1972)."""

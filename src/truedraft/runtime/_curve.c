@@ -71,13 +71,14 @@ static double within(double x, double least, double most) {
     return most < x ? most : x;
 }
 
-/* Moves a knot's mean to what a pass near it implies. */
+/* Moves a knot's mean to what a pass near it implies, at once if that is faster than expected. */
 static void moved(Curve *c, Py_ssize_t i, double near, double implied, double kept, double least, double most, double fastest,
                   double faint) {
     if (!near) return;
     const double passes = c->passes[i] * kept + near, mean = c->mean[i];
-    const double share = near / passes, step = fastest < share ? fastest : share;
-    c->mean[i] = within(mean + (within(implied, least, most) - mean) * step, least, most);
+    const double share = near / passes, target = within(implied, least, most);
+    const double step = target >= mean && fastest < share ? fastest : share;
+    c->mean[i] = within(mean + (target - mean) * step, least, most);
     c->passes[i] = faint > passes ? faint : passes;
 }
 
@@ -144,8 +145,14 @@ static PyObject *learned(PyObject *self, PyObject *args) {
     for (Py_ssize_t k = 0; k < c.n; k++) c.passes[k] = faint > c.passes[k] * kept ? faint : c.passes[k] * kept;
     if (near) c.passes[i] = passes;
     if (beside) c.passes[i - 1] = before;
+    const double assumed = c.mean[i];
     moved(&c, i, near, spent * (c.seconds[i] / expected), kept, least, most, fastest, faint);
     if (beside) moved(&c, i - 1, beside, spent * (c.seconds[i - 1] / expected), kept, least, most, fastest, faint);
+    if (tokens > plain) { /* knots of wider passes, none of which was seen */
+        const double factor = c.mean[i] / assumed;
+        for (Py_ssize_t k = i + 1; k < c.n; k++)
+            if (c.passes[k] <= faint) c.mean[k] = within(c.mean[k] * factor, least, most);
+    }
     made_isotonic(&c);
     return tuples_of(&c, (PyTypeObject *)knot, widths);
 }

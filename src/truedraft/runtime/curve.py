@@ -113,7 +113,9 @@ class Curve:
         """The curve after a pass over `tokens` tokens took `seconds`.
 
         Passes without drafts move the knots up to `plain`, the others those beyond it, so that the cost of drafts is
-        not mixed with that of plain passes.
+        not mixed with that of plain passes. Knots of wider passes, of which none was seen, are scaled with theirs: what
+        is assumed there was assumed of the same curve. What is faster than expected is believed sooner than what is
+        slower, since other work only adds time.
 
         seconds: ignored where it is not a possible time (0, negative, infinite, NaN).
         rate: 0 to 1, the weight of this pass against earlier ones of its kind.
@@ -129,15 +131,21 @@ class Curve:
             observed, bounds = (tokens, seconds, plain, kept, fastest), (FAINT, least, most)
             found = native.learned(Knot, curve.knots, curve.widths, curve.seconds, *observed, *bounds)
             return Curve(curve.widths, found[1], found[0], (least, most))
-        expected = curve(tokens)
+        expected, widest = curve(tokens), 0
         knots = [Knot(width, mean, max(passes * kept, FAINT)) for width, mean, passes in curve.knots]
         for i, near in curve._nearness(tokens, plain).items():
             if near:  # the time at this width, scaled by the curve
                 width, mean, passes = curve.knots[i]
                 passes = passes * kept + near
                 implied = min(max(seconds * (curve.seconds[i] / expected), least), most)
-                mean = min(max(mean + (implied - mean) * min(near / passes, fastest), least), most)
-                knots[i] = Knot(width, mean, max(passes, FAINT))
+                share = near / passes if implied < mean else min(near / passes, fastest)
+                mean = min(max(mean + (implied - mean) * share, least), most)
+                knots[i], widest = Knot(width, mean, max(passes, FAINT)), max(widest, i)
+        if tokens > plain:
+            factor = knots[widest].seconds / curve.knots[widest].seconds
+            for i, (width, mean, passes) in enumerate(knots[widest + 1 :], widest + 1):
+                if passes <= FAINT:
+                    knots[i] = Knot(width, min(max(mean * factor, least), most), passes)
         return Curve.of(knots, (least, most))
 
     def _with_knots(self, tokens: int, seconds: float, plain: int) -> Curve:
