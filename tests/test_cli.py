@@ -412,7 +412,7 @@ def test_invalid_prompts_are_refused_before_any_is_generated(folder, tmp_path, c
     assert "it is not UTF-8 text" in refused(capsys, "generate", folder, "--prompts", str(path))
     path = tmp_path / "many.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": 3}\n')
-    assert "line 2: no prompt" in refused(capsys, "generate", folder, "--prompts", str(path))
+    assert "line 2: its prompt is empty" in refused(capsys, "generate", folder, "--prompts", str(path))
 
 
 def test_prompts_of_an_encoder_decoder_are_lines(tmp_path, capsys):

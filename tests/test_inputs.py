@@ -112,6 +112,13 @@ def test_prompts_of_invalid_types_and_shapes_are_refused(case: str) -> None:
     refused(model, message, **made(model.get_input_embeddings()(IDS).detach()))
 
 
+def test_a_row_without_tokens_is_refused_by_its_number() -> None:
+    with pytest.raises(Refused, match="the prompt of row 1 is empty"):
+        truedraft.accelerate(tiny("llama", torch.float32)).generate(
+            input_ids=IDS, attention_mask=torch.stack([ONES[0], 0 * ONES[1]]), max_new_tokens=2
+        )
+
+
 def test_embeddings_with_ids() -> None:
     model = tiny("llama", torch.float32)
     embeds = model.get_input_embeddings()(IDS).detach()

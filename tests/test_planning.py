@@ -176,6 +176,13 @@ def test_what_fits_is_the_most_that_fits() -> None:
     assert plan("none", rows=4, tokens=400, memory=limit)[0].needed == found.plain
 
 
+def test_no_more_tokens_fit_than_the_context_has() -> None:
+    found, _ = plan("none", memory=1 << 40)
+    assert found.tokens == found.context
+    longer, _ = plan("none", memory=1 << 40, tokens=found.context + 1)
+    assert longer.tokens and longer.tokens > found.context
+
+
 def test_the_largest_tree_that_fits_is_named() -> None:
     whole, _ = plan("lookahead", rows=64, tokens=100, memory=64 * GIB)
     limit = (whole.least + whole.needed) // 2

@@ -105,6 +105,17 @@ def test_every_type_of_gguf_in_one_file(tmp_path: Path) -> None:
         assert torch.equal(weight.dequantize(), weights[name]), type
 
 
+def test_a_file_of_gguf_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    """In its header, in a list of strings, in a tensor; by what loads it and by what reads its configuration alone."""
+    path, _ = write("Q4_0", tmp_path)
+    whole = path.read_bytes()
+    for there in (1000, len(whole) // 10, len(whole) // 2, len(whole) - 50):
+        path.write_bytes(whole[:there])
+        for reads in (truedraft.load, sized):
+            with pytest.raises(Refused, match=f"MODEL '.*' cannot be loaded: the file is cut short, it has {there:,} "):
+                reads(str(path))
+
+
 @pytest.mark.parametrize(
     "case", [*FOLDERS, *(pytest.param(case, marks=pytest.mark.slow) for case in EXACT[:-1]), EXACT[-1]]
 )

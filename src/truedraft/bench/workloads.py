@@ -171,6 +171,8 @@ def _item(name: str, where: str, row: Mapping[str, Any]) -> tuple[str, Item]:
     for key in ("prompt", "text"):
         if isinstance(row.get(key), str) and row[key].strip():
             return name, Item(row[key], tuple(map(str, row.get("references") or ())))
+    if empty := [key for key in ("prompt", "text", "turns", "messages") if key in row]:
+        raise Refused(f"{where}: its {empty[0]} is empty, or of another type: give a text")
     raise Refused(f"{where}: no prompt, text, turns or messages in it")
 
 

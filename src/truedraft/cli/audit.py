@@ -30,6 +30,7 @@ from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, read
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table, grouped, labelled
+from truedraft.packaged import MODEL_HELP
 from truedraft.targets.kinds import reads_sources
 from truedraft.text.token_text import token_text
 
@@ -42,7 +43,7 @@ EXACT, INEXACT, INTERRUPTED = 0, 1, 130
 
 
 def audit(
-    model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    model: Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)] = "nano",
     draft: Annotated[list[str] | None, Option(help="A drafter; repeatable. By default that of generate.")] = None,
     every: Annotated[bool, Option("--all", help="Every drafter that needs nothing, or has an embedded model.")] = False,
     prompt: Annotated[

@@ -37,6 +37,7 @@ from truedraft.cli._replay import replay_files
 from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
+from truedraft.packaged import MODEL_HELP
 from truedraft.targets.kinds import reads_sources
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ REPLAYED = ("tokenizer", "questions", "budget")  # options for recorded outputs 
 
 def bench(
     context: Context,
-    model: Annotated[str, Argument(help="An embedded model, a local folder, or a name on the hub.")] = "nano",
+    model: Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)] = "nano",
     draft: Annotated[list[str] | None, Option(help="A drafter, or `name:knob=value`; may be repeated.")] = None,
     prompts: Annotated[
         list[Path] | None, Option(help="Prompts from a file (JSON lines or text), instead of the small embedded set.")
@@ -151,7 +152,7 @@ def bench(
             interrupted = _compare(figures, sides, of_transformers, todo, loaded, reader, *settings, show)
     name = model if stretched is None else f"{model} stretched to {stretched}"
     if html is not None:
-        weights = quantize or str(loaded.dtype).removeprefix("torch.")
+        weights = quantize or _weights(loaded)
         facts = {"model": name, "weights": weights, **origin(context.obj)}
         _write_page(html, facts, figures, rounds, machine, rows, attained, found)
     if as_json:
@@ -194,6 +195,15 @@ def _compare(
     except KeyboardInterrupt:
         return True
     return False
+
+
+def _weights(model: Any) -> str:
+    """What the weights of a model are, for the page."""
+    from truedraft.runtime.packed import PackedTensor
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    packed = any(isinstance(parameter.data, PackedTensor) for parameter in model.parameters())
+    return f"integers, as its files have them, and activations in {dtype}" if packed else dtype
 
 
 def _write_page(path: Path, facts: Mapping[str, str], *results: Any) -> None:

@@ -20,6 +20,7 @@ from truedraft.cli._settings import FIELDS, Settings
 from truedraft.cli._tables import print_folded
 from truedraft.cli._text import BOM, console
 from truedraft.errors import Refused
+from truedraft.packaged import MODEL_HELP
 
 if TYPE_CHECKING:
     from truedraft.accelerated import Accelerated
@@ -30,7 +31,7 @@ PROMPT, FURTHER = "> ", ". "
 
 
 def chat(
-    model: Annotated[str | None, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")] = None,
+    model: Annotated[str | None, Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     system: Annotated[str | None, Option(help="A system message.")] = None,
     file: Annotated[list[Path] | None, Option(help="A text that answers may copy from; repeatable.")] = None,
     keep: Annotated[int | None, Option(help="Latest messages in the prompt; by default all.")] = None,

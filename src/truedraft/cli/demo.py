@@ -53,7 +53,8 @@ def demo(
     prompt: Annotated[Path | None, Option(help="A file with a prompt, instead of the embedded ones.")] = None,
     instruction: Annotated[str | None, Option(help="An instruction to edit the file of --prompt.")] = None,
     model: Annotated[
-        str | None, Option(help="smollm2 (the default where it is installed), nano, a local folder, a name on the hub.")
+        str | None,
+        Option(help=f"{packaged.MODEL_HELP} By default smollm2 where it is installed, else nano."),
     ] = None,
     canvas: Annotated[bool, Option("--canvas", help="A diffusion model (nano-diffusion), whose canvas fills.")] = False,
     draft: Annotated[str, Option(help="A drafter or `name:knob=value` (see `truedraft methods`).")] = "auto",
@@ -93,8 +94,9 @@ def demo(
             _run_plain(fast, outcome)
             _run_fast(fast, outcome, None)
     print_folded(out, f"{model}, greedy." if stretched is None else f"{model} stretched to {stretched}, greedy.")
-    out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
-    out.print("Plain: the model's own token.")
+    if out.color_system is not None:
+        out.print("Green: drafted and accepted.", style=DRAFTED, end=" ")
+        out.print("Plain: the model's own token.")
     outcomes = [run(fast, case, out) for case in todo]
     print_table(out, _table(outcomes))
     for outcome in outcomes:

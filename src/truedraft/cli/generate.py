@@ -17,6 +17,7 @@ from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts,
 from truedraft.cli._text import read, reading, waiting
 from truedraft.errors import Refused
 from truedraft.loading import check, kind_of
+from truedraft.packaged import MODEL_HELP
 from truedraft.text.pieces import Pieces, whole_text
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")],
+    model: Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)],
     prompt: Annotated[str | None, Argument(metavar="PROMPT", help="- or nothing reads standard input.")] = None,
     file: Annotated[Path | None, Option(help="Read the prompt from a file; one final newline is dropped.")] = None,
     prompts: Annotated[

@@ -13,6 +13,7 @@ from truedraft.cli._tables import print_folded, print_table
 from truedraft.cli._text import console, waiting
 from truedraft.errors import Refused
 from truedraft.layout import Column, Table
+from truedraft.packaged import MODEL_HELP
 
 if TYPE_CHECKING:
     from truedraft.planning.parts import Part
@@ -29,7 +30,7 @@ HELD = {
 
 
 def plan(
-    model: Annotated[str, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")],
+    model: Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)],
     draft: Annotated[
         str, Option(help="Drafter, with its draft model or head: draft-model:NAME, eagle3:FOLDER.")
     ] = "auto",
@@ -91,8 +92,11 @@ def _print(found: Plan) -> None:
     ]
     out = console()
     load = found.load
-    title = f"Memory of {load.rows} rows x {load.tokens:,} tokens, drafts of {load.nodes - 1} nodes"
+    rows = "1 row" if load.rows == 1 else f"{load.rows} rows"
+    title = f"Memory of {rows} x {load.tokens:,} tokens, drafts of {load.nodes - 1} nodes"
     print_table(out, Table(title, columns, {"": found.parts}))
+    if found.context and load.tokens > found.context:
+        print_folded(out, f"These are more tokens than the {found.context:,} that the model was trained for.", "bold")
     most = [
         f"drafts of {found.nodes} nodes" if found.nodes else "", f"{found.rows:,} rows" if found.rows else "",
         f"{found.tokens:,} tokens of a row" if found.tokens else "",

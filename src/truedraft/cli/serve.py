@@ -17,6 +17,7 @@ from typer import Argument, Option
 from truedraft.cli._models import accelerated
 from truedraft.cli._options import CANVASES, check_names
 from truedraft.errors import Refused
+from truedraft.packaged import MODEL_HELP
 from truedraft.serve.config import ServeConfig, configured
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "llguidance")
@@ -99,7 +100,7 @@ def _signature() -> inspect.Signature:
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter("model", keyword, default=None, annotation=Annotated[
-            str | None, Argument(metavar="MODEL", help="nano, a local folder, or a name on the hub.")]),
+            str | None, Argument(metavar="MODEL", help=MODEL_HELP)]),
         inspect.Parameter("config", keyword, default=None, annotation=Annotated[
             Path | None, Option(help="A TOML file of settings, under the names of these options.")]),
         inspect.Parameter("check", keyword, default=False, annotation=Annotated[

@@ -320,10 +320,10 @@ def sized(
     """A model by its name, as `loading.load` would load it.
 
     Raises:
-        Refused: there is no such model, or its configuration is of no model of transformers.
+        Refused: there is no such model, it is damaged, or its configuration is of no model of transformers.
     """
     source = loading.model_of(loading.check(name, dtype, quantize, argument), name, argument)
-    config = loading.config_of(source)
+    config = loading.config_of(source, name, argument)
     device = loading.device_of(name, argument)
     name, _ = loading.split(name)
     files = _quantised(source, config)

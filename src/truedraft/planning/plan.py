@@ -142,7 +142,9 @@ class Plan:
     parts: of the memory for `load`. needed: bytes at once. plain: bytes without drafts. least: bytes with drafts of one
         node.
     beside: by other device, the bytes at once, and those that there are.
-    nodes, rows, tokens: the most that fit with the other two as in `load`; None where none do.
+    nodes, rows, tokens: the most that fit with the other two as in `load`; None where none do. No more tokens than the
+        model's context has, unless `load` has more.
+    context: the tokens that the model was trained for; None where its configuration names none.
     in_place: bytes without copies of weights.
     contexts: tokens of a row, the model's context among them -> the rows of so many that fit at once.
     """
@@ -158,6 +160,7 @@ class Plan:
     tokens: int | None
     in_place: int
     contexts: dict[int, int]
+    context: int | None
     beside: dict[str, tuple[int, int]]
 
     @property
@@ -232,17 +235,18 @@ def planned(
         return setup.fits(setup.load(**given))
 
     nodes = most(lambda count: fits(nodes=count), setup.width)
-    found = (most(lambda count: fits(rows=count), MOST_ROWS), most(lambda count: fits(tokens=count), MOST_TOKENS))
-    context = getattr(target.config, "max_position_embeddings", None) or SHORT
+    context = getattr(target.config, "max_position_embeddings", None)
+    longest = context if context and tokens <= context else MOST_TOKENS
+    found = (most(lambda count: fits(rows=count), MOST_ROWS), most(lambda count: fits(tokens=count), longest))
     contexts = {
         length: most(lambda count, length=length: fits(rows=count, tokens=length), MOST_ROWS) or 0  # type: ignore[misc]
-        for length in sorted({min(SHORT, context), context})
+        for length in sorted({min(SHORT, context or SHORT), context or SHORT})
     }
     plain, least = (setup.bytes(setup.load(rows, tokens, count, sampled)) for count in (0, min(1, setup.width)))
     needed = by_device(parts)
     beside = {device: (most_held, free(device)) for device, most_held in needed.items() if device != home}
     in_place = setup.without_copies().bytes(load)
-    return Plan(limit, load, parts, needed[home], plain, least, nodes, *found, in_place, contexts, beside)
+    return Plan(limit, load, parts, needed[home], plain, least, nodes, *found, in_place, contexts, context, beside)
 
 
 def most(fits: Callable[[int], bool], highest: int) -> int | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from truedraft.errors import Refused, why
+from truedraft.packaged import MODEL_HELP
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -35,7 +36,7 @@ class ServeConfig:
         Refused: a value is of another type, or out of range.
     """
 
-    model: str = _setting("", "nano, a local folder, or a name on the hub.")
+    model: str = _setting("", MODEL_HELP)
     served_model_name: str | None = _setting(None, "The model's name in the API; by default MODEL.")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16.")
     quantize: str | None = _setting(None, "Weights in int8 or int4; exact relative to the quantised model.")

@@ -4,7 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Compiled for several sets of instructions, of which the loader chooses. */
+/* Compiled for several sets of instructions, of which the loader chooses. Only for functions of this file: clang before 18
+   exports them by other names. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__has_attribute)
 #if __has_attribute(target_clones)
 #define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -173,9 +174,8 @@ static inline void two_of(float *first, float *second, float x) {
     *second = less > *second ? less : *second;
 }
 
-/* out: the two largest of each of `count` rows, those at `place`, -INFINITY where there is none; NaN are left out. */
-CLONED void truedraft_two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count,
-                           float *out) {
+CLONED static void two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count,
+                               float *out) {
     for (int64_t r = 0; r < count; r++, out += 2) {
         const float *row = score + place[r] * stride;
         float first[BLOCK], second[BLOCK];
@@ -189,8 +189,12 @@ CLONED void truedraft_two_largest(const float *score, int64_t width, int64_t str
     }
 }
 
-/* out: the place of the first largest of each row, -1 where one is NaN. */
-CLONED void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
+/* out: the two largest of each of `count` rows, those at `place`, -INFINITY where there is none; NaN are left out. */
+void truedraft_two_largest(const float *score, int64_t width, int64_t stride, const int32_t *place, int64_t count, float *out) {
+    two_largest(score, width, stride, place, count, out);
+}
+
+CLONED static void largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
     for (int64_t r = 0; r < rows; r++, score += stride) {
         float best = -INFINITY;
         out[r] = 0;
@@ -210,4 +214,9 @@ CLONED void truedraft_largest(const float *score, int64_t rows, int64_t width, i
             }
         }
     }
+}
+
+/* out: the place of the first largest of each row, -1 where one is NaN. */
+void truedraft_largest(const float *score, int64_t rows, int64_t width, int64_t stride, int32_t *out) {
+    largest(score, rows, width, stride, out);
 }

@@ -121,8 +121,13 @@ def text_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any], window: int
     _check_foreign(model_kwargs)
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     source = input_ids if embeds is None else embeds
-    if source.shape[1] == 0 or (mask is not None and not bool(mask.any(-1).all())):
-        raise Refused("a prompt is empty (no token, or masked throughout): give each row at least one token")
+    if source.shape[1] == 0:
+        raise Refused("the prompt is empty: give each row at least one token")
+    if mask is not None and not bool((some := mask.any(-1)).all()):
+        row = int(some.int().argmin())
+        raise Refused(
+            f"the prompt of row {row} is empty, its attention_mask has zeros alone: give it at least one token"
+        )
     lines: list[Tensor] = list(source)
     if mask is not None:
         if not bool(mask[:, -1].all()):

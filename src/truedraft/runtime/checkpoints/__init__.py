@@ -39,7 +39,7 @@ def parsed(source: Path | str) -> AbstractContextManager[None]:
         return nullcontext()
     from truedraft.runtime.checkpoints._reading import parsed_once
 
-    return parsed_once()
+    return parsed_once(source)
 
 
 def is_gguf(path: Path) -> bool:
