@@ -203,6 +203,11 @@ def test_chat_uses_the_template(folder, tokenizer, tmp_path, capsys):
     expected = capsys.readouterr().out
     assert main(["generate", str(tmp_path / "chat"), "a cat", "--chat", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out == expected
+    assert main(["generate", folder, "a cat", "--max-new-tokens", "1", "--json"]) == 0
+    end = str(json.loads(capsys.readouterr().out)["token_ids"][0])
+    for args, said in (("--eos", end), True), (("--eos", end, "--chat"), False), (("--max-new-tokens", "1"), False):
+        assert main(["generate", str(tmp_path / "chat"), "a cat", *args]) == 0
+        assert ("add --chat" in capsys.readouterr().err) == said
 
 
 def refused(capsys, *args: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from truedraft.cli._models import accelerated
 from truedraft.cli._options import SUBSETS, AttentionOption, Control, Dtype, Quantize, Threads, View, check_names
 from truedraft.cli._request import Request, check_seed, of_canvas, read_prompts, read_settings
 from truedraft.cli._text import read, reading, waiting
-from truedraft.errors import Refused
+from truedraft.errors import Note, Refused
 from truedraft.loading import check, kind_of
 from truedraft.packaged import MODEL_HELP
 from truedraft.text.pieces import Pieces, whole_text
@@ -146,8 +147,13 @@ class Output:
         for request in requests:
             if request.place and not self.as_json:
                 print(f"--- {request.place.removesuffix(': ')} ---", flush=True)
-            if code := self.write(fast, self.run(fast, request)):
+            rows = self.run(fast, request)
+            if code := self.write(fast, rows):
                 return code
+            ended = max(map(len, rows)) <= 1 and request.settings.get("max_new_tokens") != 1
+            if ended and not request.chat and getattr(fast.tokenizer, "chat_template", None):
+                what = "the model ended its text at once; it answers messages in its chat template: add --chat"
+                warnings.warn(f"{request.place}{what}", Note, stacklevel=2)
         return 0
 
     def run(self, fast: Accelerated, request: Request) -> list[list[int]]:
