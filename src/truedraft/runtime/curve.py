@@ -113,9 +113,9 @@ class Curve:
         """The curve after a pass over `tokens` tokens took `seconds`.
 
         Passes without drafts move the knots up to `plain`, the others those beyond it, so that the cost of drafts is
-        not mixed with that of plain passes. Knots of wider passes, of which none was seen, are scaled with theirs: what
-        is assumed there was assumed of the same curve. What is faster than expected is believed sooner than what is
-        slower, since other work only adds time.
+        not mixed with that of plain passes. The times of wider passes, as long as none was made, stay in proportion to
+        the widest that one moves, as they were assumed. A pass that is faster than expected is believed sooner than one
+        that is slower, since other work only adds time.
 
         seconds: ignored where it is not a possible time (0, negative, infinite, NaN).
         rate: 0 to 1, the weight of this pass against earlier ones of its kind.
