@@ -162,18 +162,33 @@ class Audit:
         noise: (V,) of `torch.multinomial`, which draws the argmax of probabilities over exponential noise.
         """
         bound = 2 * self.noise * (PENALTY if "penalty" in way else 1 / TEMPERATURE if "temperature" in way else 1)
-        moved = bound if "top-p" in way else 0.0  # of the mass by which the nucleus may be larger or smaller
-        kind = "unexplained"
-        for top_p in dict.fromkeys((TOP_P, min(TOP_P + moved, 1.0), max(TOP_P - moved, 0.0))):
-            keys = processors(way, top_p)(prefix[None], logits[None])[0]
-            if noise is not None:
-                keys = keys.log_softmax(-1) - noise.log()
-            gap = float(keys.max() - keys[token])
-            if gap <= 0 and top_p == TOP_P:
-                return "equal"
-            if gap <= bound:
-                kind, self.largest = "near-ties", max(self.largest, gap)
-        return kind
+        scores = processors(way)(prefix[None], logits[None])[0]
+        keys = scores if noise is None else scores.log_softmax(-1) - noise.log()
+        if keys.max() <= keys[token]:
+            return "equal"
+        if "top-p" in way:  # of the mass of a nucleus, rounding may move as much as of a score
+            keys = self._in_nucleus(processors(way, 1.0)(prefix[None], logits[None])[0].softmax(-1), token, bound)
+            keys = keys.log() - noise.log() if noise is not None else keys
+        gap = float(keys.max() - keys[token])
+        if not gap <= bound:
+            return "unexplained"
+        self.largest = max(self.largest, gap)
+        return "near-ties"
+
+    @staticmethod
+    def _in_nucleus(law: Tensor, token: int, moved: float) -> Tensor:
+        """Probabilities (V,) of the tokens in the smallest nucleus with the token that is possible, 0 for others; with
+        none where the token is in no possible nucleus.
+
+        moved: the mass by which a nucleus may be larger or smaller.
+        """
+        order = law.argsort(descending=True)
+        before = torch.empty_like(law)
+        before[order] = law[order].cumsum(-1) - law[order]  # the mass of likelier tokens
+        if before[token] >= TOP_P + moved:
+            return torch.zeros_like(law)
+        inside = before <= torch.clamp(before[token], min=TOP_P - moved)
+        return law * inside
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def test_memory_is_planned_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("draft weights", "draft KV cache"):
         assert there[name] == before[name] > 0
     (moved,) = (part for part in apart.parts if part.name == "moved logits")
-    vocabulary = loading.config_of(loading.check("nano")).vocab_size
+    vocabulary = loading.config_of(loading.check("nano"), "nano", "MODEL").vocab_size
     assert moved.device == "cpu" and moved.bytes >= 3 * 2 * vocabulary * 4, "logits of two rows, scores and laws"
     held = [part for part in apart.parts if part.device == "cuda:1"]
     assert apart.beside == {"cuda:1": (peak(held), 1 << 30)}
