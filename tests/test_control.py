@@ -330,7 +330,7 @@ def test_a_captured_pass_does_not_update_costs(control: Cost) -> None:
 
 def test_a_pass_updates_the_costs_of_its_kind() -> None:
     line = Curve((1, 2, 16), (1.0, 10.0, 20.0))
-    assert line.learned(2, 5.0, 0.5, plain=1).seconds == pytest.approx((1.0, 9.0, 20.0))
+    assert line.learned(2, 5.0, 1.0, plain=1).seconds == (1.0, 5.0, 20.0)
     assert line.learned(1, 2.0, 1.0, plain=1).seconds == (2.0, 10.0, 20.0)
     assert line.learned(16, 2.0, 1.0, plain=1).seconds == pytest.approx((1.0, 2.0, 2.0), rel=1e-4)
 

@@ -122,7 +122,7 @@ def test_typical_curve_fits_the_known_points_and_is_updated() -> None:
 
 
 def test_what_is_assumed_of_wider_passes_follows_the_first_that_is_seen() -> None:
-    """They are as much longer as was assumed; those of which the times were measured are left."""
+    """They are as much longer as was assumed; measured times are left."""
     assumed = Curve.typical(1, 1.0)
     for factor in (0.45, 1.0, 1.2):
         curve = assumed

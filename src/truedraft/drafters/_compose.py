@@ -128,8 +128,7 @@ class Many(Joint):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scores: Scores, accepted: Sequence[Accepted]
     ) -> None:
         for calibration in self._calibrations.values():
-            if calibration.follows:
-                calibration.update(rows)
+            calibration.update(rows)
         for k, part in enumerate(self._parts):
             if k in self._called:
                 began = time.perf_counter()

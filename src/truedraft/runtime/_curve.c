@@ -141,17 +141,14 @@ static PyObject *learned(PyObject *self, PyObject *args) {
         const double upper = (tokens - c.width[i - 1]) / (c.width[i] - c.width[i - 1]);
         near = upper > 1 ? 1 : upper, beside = 1 - near;
     }
-    const double passes = c.passes[i], before = i ? c.passes[i - 1] : 0;
-    for (Py_ssize_t k = 0; k < c.n; k++) c.passes[k] = faint > c.passes[k] * kept ? faint : c.passes[k] * kept;
-    if (near) c.passes[i] = passes;
-    if (beside) c.passes[i - 1] = before;
     const double assumed = c.mean[i];
     moved(&c, i, near, spent * (c.seconds[i] / expected), kept, least, most, fastest, faint);
     if (beside) moved(&c, i - 1, beside, spent * (c.seconds[i - 1] / expected), kept, least, most, fastest, faint);
-    if (tokens > plain) { /* knots of wider passes, none of which was seen */
-        const double factor = c.mean[i] / assumed;
-        for (Py_ssize_t k = i + 1; k < c.n; k++)
-            if (c.passes[k] <= faint) c.mean[k] = within(c.mean[k] * factor, least, most);
+    for (Py_ssize_t k = 0; k < c.n; k++) {
+        if ((near && k == i) || (beside && k == i - 1)) continue;
+        if (k > i && tokens > plain && c.passes[k] <= faint) /* of wider passes, none of which was seen */
+            c.mean[k] = within(c.mean[k] * (c.mean[i] / assumed), least, most);
+        c.passes[k] = faint > c.passes[k] * kept ? faint : c.passes[k] * kept;
     }
     made_isotonic(&c);
     return tuples_of(&c, (PyTypeObject *)knot, widths);

@@ -143,9 +143,9 @@ class Curve:
                 knots[i], widest = Knot(width, mean, max(passes, FAINT)), max(widest, i)
         if tokens > plain:
             factor = knots[widest].seconds / curve.knots[widest].seconds
-            for i, (width, mean, passes) in enumerate(knots[widest + 1 :], widest + 1):
+            for i, (width, mean, passes) in enumerate(curve.knots[widest + 1 :], widest + 1):
                 if passes <= FAINT:
-                    knots[i] = Knot(width, min(max(mean * factor, least), most), passes)
+                    knots[i] = Knot(width, min(max(mean * factor, least), most), FAINT)
         return Curve.of(knots, (least, most))
 
     def _with_knots(self, tokens: int, seconds: float, plain: int) -> Curve:
