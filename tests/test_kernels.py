@@ -16,7 +16,7 @@ from models import tiny
 from test_runtime import assert_same_bits, random_tree, words
 from truedraft.runtime import native
 from truedraft.runtime.native import Form, Op, OpKind
-from truedraft.runtime.panel_blocks import BlockForm, Blocks
+from truedraft.runtime.panel_blocks import TABLE, BlockForm, Blocks
 from truedraft.runtime.panels import by_panel, dequantised, panels
 from truedraft.runtime.weights import Weight, fields, padded
 from truedraft.targets.decoder import DecoderTarget
@@ -89,11 +89,12 @@ FORMS = {
 
 
 def in_blocks(form: BlockForm, out: int, width: int) -> Blocks:
-    """Random integers of all values, with scales of both signs where they are fine."""
+    """Random integers of all values, with scales of all values where they are fine."""
 
     def factors(groups: int) -> Tensor:
         if form.fine:
-            return torch.randint(-64, 64, (out, groups), dtype=torch.int8)
+            least, end = (0, 64) if form.offset else (-128, 128) if form.bits == 6 else (-32, 32)
+            return torch.randint(least, end, (out, groups), dtype=torch.int8)
         return (torch.randn(out, groups) / 64).half()
 
     def units() -> Tensor | None:
@@ -102,6 +103,11 @@ def in_blocks(form: BlockForm, out: int, width: int) -> Blocks:
     groups, codes = width // form.columns, torch.randint(0, 1 << form.bits, (out, width), dtype=torch.uint8)
     offsets = (factors(groups), units()) if form.offset else (None, None)
     return Blocks(form, codes, factors(groups), offsets[0], units(), offsets[1])
+
+
+def in_super_blocks(instructions: str, kind: str) -> bool:
+    """Whether a product takes 256 columns at once, see super_blocks.inc."""
+    return instructions == "AMX" and kind in FORMS and FORMS[kind].fine
 
 
 def packed(blocks: Blocks) -> Weight:
@@ -200,7 +206,8 @@ def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(instruc
     as_floats = kind not in FORMS and instructions == "AMX"  # plain integers, where a model computes in bf16
     torch.manual_seed(0)
     weight = packed(in_blocks(FORMS[kind], 40, 512)) if kind in FORMS else WEIGHTS[kind](40, 512)
-    matrix, columns = dequantised(weight).double(), 16 if kind == "Q6_K" else 32
+    matrix = dequantised(weight).double()
+    columns = 256 if in_super_blocks(instructions, kind) else 16 if kind == "Q6_K" else 32
     x = torch.randn(9, 512)
     x[1, ::100] *= 1000
     x[2, 32:] = 0
@@ -223,15 +230,46 @@ def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(instruc
         assert torch.equal(y[:7], product(weight, given[:7].clone(), narrow=True))
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [kind for kind in FORMS if FORMS[kind].fine])
+def test_super_blocks_are_added_up_exactly(instructions: str, kind: str, narrow: bool) -> None:
+    """One of them, without offsets, of as few nodes as dot products take, and by tiles."""
+    if not in_super_blocks(instructions, kind):
+        pytest.skip("these instructions take block by block")
+    torch.manual_seed(0)
+    blocks = in_blocks(FORMS[kind], 40, 256)
+    assert blocks.units is not None
+    if blocks.offset_units is not None:
+        blocks = replace(blocks, offset_units=torch.zeros_like(blocks.offset_units))
+    x, digits = torch.randn(21, 256) * 10.0 ** torch.arange(-10, 11)[:, None], 2 if narrow else 3
+    x = x.bfloat16().float() if narrow else x
+    most = x.abs().amax(1, keepdim=True) * torch.tensor(1.00396)
+    step = 2.0 ** (torch.frexp(most).exponent - 8 * digits + 1).double()
+    codes = TABLE[blocks.codes.int()] if blocks.form.table else blocks.codes.int() - blocks.form.half
+    integers = codes.long() * blocks.scales.long().repeat_interleave(blocks.form.columns, 1)
+    total, radix = (x / step).round().long() @ integers.T, 256 ** (digits - 1)
+    rounded = ((total // radix).float().double() * radix + total % radix).float()
+    expected = ((rounded * step).float().double() * blocks.units.mT.double()).float()
+    weight = packed(blocks)
+    for nodes in (1, 4, 5, 21):
+        y = product(weight, x[:nodes].clone(), narrow)
+        assert torch.equal(y, expected[:nodes].bfloat16().float() if narrow else expected[:nodes])
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [*(kind for kind in WEIGHTS if "panel_int" in kind), *FORMS])
 @pytest.mark.parametrize("width", [48, 96, 512])
 def test_integers_have_the_same_bits_by_every_instruction_set(kind: str, width: int, narrow: bool) -> None:
-    """Where plain integers are multiplied as floats, by AVX2 in fp32 and by AMX in bf16, products have other bits."""
+    """Where plain integers are multiplied as floats, by AVX2 in fp32 and by AMX in bf16, products have other bits, and so
+    have those of super-blocks."""
     if kind in FORMS and width % 256:
         pytest.skip("there are no such blocks")
-    levels = [level for name, level in SETS.items() if kind in FORMS or name != ("AMX" if narrow else "AVX2")]
+    levels = [
+        level
+        for name, level in SETS.items()
+        if (not in_super_blocks(name, kind) if kind in FORMS else name != ("AMX" if narrow else "AVX2"))
+    ]
     torch.manual_seed(0)
     weight = packed(in_blocks(FORMS[kind], 53, width)) if kind in FORMS else WEIGHTS[kind](53, width)
     x = torch.randn(37, width)  # as many as three tiles have, the last two of which share nodes

@@ -132,10 +132,13 @@ typedef struct {
 } Blocks;
 
 enum { SUPER = 256, TABLE = 3 };
+enum { FEWEST_FOR_TILES = 5 }; /* of bytes: nodes from which on they are faster, but for blocks of 16 columns */
 #define CODE_OF_BLOCKS(BITS, OFFSET, FINE) ((BITS) | (OFFSET) << 4 | (FINE) << 5)
-#define EVERY_BLOCKS(DO)                                                                                               \
-  DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 0)      \
-  DO(TABLE, 0, 1)
+#define EVERY_COARSE_BLOCKS(DO) DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(TABLE, 0, 0)
+#define EVERY_FINE_BLOCKS(DO) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 1)
+#define EVERY_BLOCKS(DO) EVERY_COARSE_BLOCKS(DO) EVERY_FINE_BLOCKS(DO)
+
+#define THESE_BLOCKS EVERY_BLOCKS /* that are multiplied block by block */
 
 IN Blocks blocks_of(int code) { return (Blocks){code & 15, code >> 4 & 1, code >> 5 & 1}; }
 IN int columns_of_blocks(Blocks form) { return form.bits == 6 ? 16 : 32; }
@@ -165,6 +168,7 @@ IN int64_t bytes_of_blocks(int code, int64_t columns) {
  * with the columns in the order in which PANEL_INT4 has them. */
 typedef struct {
   int digits, columns, half, mixed;
+  int group; /* of super-blocks, the columns of a group, else 0; `half` is negative where neither sums are needed */
 } Fixed;
 
 /* What follows the bytes of a block of a node. */
@@ -172,6 +176,21 @@ typedef struct {
   int32_t high, low; /* minus `half` times the sums of the first sixteen bits, and of the last byte of three */
   float scale, sum;  /* its power of two; the sum of its numbers */
 } Behind;
+
+/* What follows a super-block of a node: its power of two, and sums of its groups of columns, in all; or minus `half` times those
+ * of each plane. */
+typedef struct {
+  float scale;
+  union {
+    float sums[SUPER / 32];
+    int32_t halves[SUPER / 16][3];
+  };
+  char pad[60]; /* to a whole number of lines of the cache */
+} BehindSuper;
+
+IN int64_t bytes_of_super(int digits) { return digits * SUPER + (int64_t)sizeof(BehindSuper); }
+
+IN BehindSuper *behind_super(const char *x, int digits) { return (BehindSuper *)(x + digits * SUPER); }
 
 IN float power_of_two(int exponent) {
   const uint32_t bits = (uint32_t)(exponent + 127) << 23;
@@ -199,6 +218,8 @@ IN Factors part_of(const Factors *f, int64_t r, int64_t m) {
   if (f->offset) part.offset = (const char *)f->offset + bytes, part.sums += m * f->groups;
   return part;
 }
+
+typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const Factors *);
 
 /* What the kernels name:
  *   SET(name)       name with the set's suffix        OF_LANES(name)  with the number of its lanes
@@ -537,13 +558,13 @@ AVX2 IN __m256i dpbusd_evex(__m256i acc, __m256i w, __m256i x) {
 /* Of weights: GROUPED has a scale for every few of a row; from PANELS on they lie in panels. */
 enum Form { FLOAT, BFLOAT, INT8, GROUPED, PANELS, PANEL_FLOAT = PANELS, PANEL_BFLOAT, PANEL_INT8, PANEL_INT4, PANEL_BLOCKS, FORMS };
 
-typedef void (*Linear)(const void *, int64_t, int64_t, const void *, int64_t, int64_t, float *, int64_t, const Factors *);
 static Linear linears[FORMS] = {linear_float_avx2, linear_bf16_avx2, linear_int8_avx2, linear_grouped_avx2,
                                 panels_float_avx2, panels_bf16_avx2, panels_int8_avx2, panels_int4_avx2};
 static Linear by_units[FORMS] = {[BFLOAT] = linear_bf16_units, [PANEL_BFLOAT] = panels_bf16_units,
                                  [PANEL_INT8] = panels_int8_units, [PANEL_INT4] = panels_int4_units};
 static Linear by_integers[FORMS]; /* with x in fixed point, see integers.inc; or NULL */
-static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it */
+static void (*fix)(const float *, int64_t, const Fixed *, char *, int64_t); /* a row of x for it ... */
+static void (*fix_supers)(const float *, int64_t, const Fixed *, char *, int64_t); /* ... in super-blocks, or NULL */
 static int by_pairs;   /* numbers of x lie there in two bytes each, not in one */
 static int for_plain[2]; /* whether it takes plain integers where the model computes in fp32, for which 24 bits may cost more than
                             floats, and in bf16, for which tiles of bf16 cost less */
@@ -906,12 +927,14 @@ IN int in_fixed_point(const Op *op) {
 IN Fixed fixed_of(const Op *op) {
   const int digits = op->narrow ? 2 : 3;
   if (op->form != PANEL_BLOCKS)
-    return (Fixed){digits, op->in / op->groups % 32 ? 16 : 32, op->form == PANEL_INT4 ? 8 : 128, op->form == PANEL_INT4};
+    return (Fixed){digits, op->in / op->groups % 32 ? 16 : 32, op->form == PANEL_INT4 ? 8 : 128, op->form == PANEL_INT4, 0};
   const Blocks form = blocks_of(op->shift);
-  return (Fixed){digits, columns_of_blocks(form), half_of_blocks(form), 0};
+  const int columns = columns_of_blocks(form), super = fix_supers && form.fine;
+  return (Fixed){digits, super ? SUPER : columns, half_of_blocks(form), 0, super ? columns : 0};
 }
 
 IN int64_t bytes_of_block(Fixed fixed) {
+  if (fixed.group) return bytes_of_super(fixed.digits);
   return (by_pairs ? 2 * fixed.digits - 2 : fixed.digits) * fixed.columns + (int64_t)sizeof(Behind);
 }
 
@@ -983,8 +1006,10 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
   for (int64_t m = 0; m < nodes; m++) {
     const float *x = ROW(op->src, m0 + m);
     if (in_fixed_point(op)) {
-      const Fixed fixed = fixed_of(op);
-      fix(x, op->in, &fixed, (char *)worker->x + m * bytes_of_block(fixed), nodes * bytes_of_block(fixed));
+      Fixed fixed = fixed_of(op);
+      const int64_t bytes = bytes_of_block(fixed);
+      if (fixed.group && fixed.half && nodes >= FEWEST_FOR_TILES) fixed.half = -1;
+      (fixed.group ? fix_supers : fix)(x, op->in, &fixed, (char *)worker->x + m * bytes, nodes * bytes);
       continue;
     }
     if (in_bf16(op)) narrow_row(x, op->in, worker->x + m * apart_in_bf16(op->in));
@@ -2413,6 +2438,7 @@ static int has_avx_vnni(void) {
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
+  fix_supers = NULL;
   for_plain[0] = 0, for_plain[1] = 1;
 #ifdef __x86_64__
   __builtin_cpu_init();
@@ -2444,7 +2470,7 @@ int truedraft_choose(int wanted) {
   if (tiles) USE_FOR_BF16(tiles);
   const int dots = wanted >= 6 && wide && __builtin_cpu_supports("avx512vnni");
   const int bytes = dots && wanted >= 7 && __builtin_cpu_supports("avx512vbmi");
-  if (bytes && tiles) USE_INTEGERS(many);
+  if (bytes && tiles) USE_INTEGERS(many), fix_supers = to_supers;
   else if (bytes) USE_INTEGERS(bytes);
   else if (dots) USE_INTEGERS(evex);
   for_plain[0] = dots, for_plain[1] = !tiles;
