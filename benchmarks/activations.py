@@ -6,8 +6,9 @@ The activations are those of the model itself over a text, at the entry of each 
 rounded in each way, and multiplied by the matrix that the file stands for, in fp64, so that nothing but the rounding
 counts; the figure is the root of the mean square of the difference over that of the product, by kind of layer and over
 all. "fixed point, 24 bits" is how truedraft multiplies where a model computes in fp32, "16 bits" where it computes in
-bf16; there the activations are bf16 numbers to begin with. llama.cpp rounds to eight bits with a scale for 256 columns
-(k-quants) or for 32 (the others).
+bf16; there the activations are bf16 numbers to begin with. A power of two is shared by 32 columns, or by 256 for
+k-quants on processors with AMX. llama.cpp rounds to eight bits with a scale for 256 columns (k-quants) or for 32 (the
+others).
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "fixed point, 16 bits": lambda x: fixed(x, 16),
     "bf16": lambda x: x.bfloat16().double(),
     "bf16, then fixed point, 16 bits": lambda x: fixed(x.bfloat16().double(), 16),
+    "fixed point, 24 bits, by 256 columns": lambda x: fixed(x, 24, 256),
+    "fixed point, 16 bits, by 256 columns": lambda x: fixed(x, 16, 256),
     "8 bits by 32 columns (llama.cpp)": lambda x: scaled(x, 32),
     "8 bits by 256 columns (llama.cpp)": lambda x: scaled(x, 256),
 }

@@ -261,8 +261,8 @@ def test_super_blocks_are_added_up_exactly(instructions: str, kind: str, narrow:
 @pytest.mark.parametrize("kind", [*(kind for kind in WEIGHTS if "panel_int" in kind), *FORMS])
 @pytest.mark.parametrize("width", [48, 96, 512])
 def test_integers_have_the_same_bits_by_every_instruction_set(kind: str, width: int, narrow: bool) -> None:
-    """Where plain integers are multiplied as floats, by AVX2 in fp32 and by AMX in bf16, products have other bits, and so
-    have those of super-blocks."""
+    """Where plain integers are multiplied as floats, by AVX2 in fp32 and by AMX in bf16, products have other bits, as
+    those of super-blocks have."""
     if kind in FORMS and width % 256:
         pytest.skip("there are no such blocks")
     levels = [
