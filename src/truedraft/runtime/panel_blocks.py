@@ -24,7 +24,8 @@ class BlockForm:
 
     bits: of an integer: 4, 5, 6 or 8.
     offset: groups have offsets; else integers are symmetric around zero.
-    fine: scales and offsets are bytes with signs, times numbers that 256 columns share; else they are of 16 bits.
+    fine: scales are bytes with signs, or with offsets both are from 0 to 63, times numbers that 256 columns share; else
+        they are of 16 bits.
     table: integers choose a number of `TABLE`.
     """
 

@@ -126,19 +126,20 @@ typedef struct {
 
 /* Panels of weights that have their scales within them. Rows come in blocks of columns: a scale, an offset perhaps, and the
  * integers of the block. These two are fp16 numbers; or, where they are `fine`, bytes times numbers in fp16, which SUPER
- * columns share and which come before them. Each is there for the sixteen rows of the panel. */
+ * columns share and which come before them. (Bytes have signs, or where there are offsets, six bits.) Each is there for the
+ * sixteen rows of the panel. */
 typedef struct {
   int bits, offset, fine; /* bits of an integer, TABLE for four that choose one of sixteen numbers */
 } Blocks;
 
 enum { SUPER = 256, TABLE = 3 };
-enum { FEWEST_FOR_TILES = 5 }; /* of bytes: nodes from which on they are faster, but for blocks of 16 columns */
+enum { FEWEST_FOR_TILES = 5 }; /* nodes that are multiplied by tiles of bytes, at least; 32 of plain integers in groups of 16 */
 #define CODE_OF_BLOCKS(BITS, OFFSET, FINE) ((BITS) | (OFFSET) << 4 | (FINE) << 5)
 #define EVERY_COARSE_BLOCKS(DO) DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(TABLE, 0, 0)
 #define EVERY_FINE_BLOCKS(DO) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 1)
 #define EVERY_BLOCKS(DO) EVERY_COARSE_BLOCKS(DO) EVERY_FINE_BLOCKS(DO)
 
-#define THESE_BLOCKS EVERY_BLOCKS /* that are multiplied block by block */
+#define ONE_BY_ONE EVERY_BLOCKS /* the blocks that are multiplied one by one, not by super-blocks */
 
 IN Blocks blocks_of(int code) { return (Blocks){code & 15, code >> 4 & 1, code >> 5 & 1}; }
 IN int columns_of_blocks(Blocks form) { return form.bits == 6 ? 16 : 32; }
@@ -168,7 +169,8 @@ IN int64_t bytes_of_blocks(int code, int64_t columns) {
  * with the columns in the order in which PANEL_INT4 has them. */
 typedef struct {
   int digits, columns, half, mixed;
-  int group; /* of super-blocks, the columns of a group, else 0; `half` is negative where neither sums are needed */
+  int group; /* of super-blocks: the columns that share a scale, or else 0. `half` is -1 there where tiles multiply weights with
+                their signs, which need no sums of x. */
 } Fixed;
 
 /* What follows the bytes of a block of a node. */
@@ -177,15 +179,16 @@ typedef struct {
   float scale, sum;  /* its power of two; the sum of its numbers */
 } Behind;
 
-/* What follows a super-block of a node: its power of two, and sums of its groups of columns, in all; or minus `half` times those
- * of each plane. */
+/* What follows a super-block of a node: its power of two, and for each group of columns the sum of its numbers, where weights
+ * have offsets, or else, for each plane, minus `half` times the sum there. With it a super-block has an odd number of lines of
+ * the cache, so that nodes do not share those of one set. */
 typedef struct {
   float scale;
   union {
     float sums[SUPER / 32];
     int32_t halves[SUPER / 16][3];
   };
-  char pad[60]; /* to a whole number of lines of the cache */
+  char pad[124];
 } BehindSuper;
 
 IN int64_t bytes_of_super(int digits) { return digits * SUPER + (int64_t)sizeof(BehindSuper); }
@@ -2434,7 +2437,7 @@ static int has_avx_vnni(void) {
 /* Which instructions the linear layers use, at most `wanted`: 0 none; 2 AVX2, or NEON; 3 also AVX-VNNI; 4 the same in the
    encoding of AVX512-VNNI, only where just that is wanted; 5 AVX-512, without products of integers; 6 also the latter, with
    the rest of AVX-512; 7 also those for bf16, and for bytes where there is AVX512-VBMI; 8 also those for tiles of either, by
-   which plain integers become bf16 where the model computes in it. */
+   which plain integers become bf16 where the model computes in it, and blocks with fine scales are taken by 256 columns. */
 int truedraft_choose(int wanted) {
   if (wanted < 2) return 0;
   memset(by_integers, 0, sizeof by_integers);
