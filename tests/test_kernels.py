@@ -248,7 +248,7 @@ def test_super_blocks_are_added_up_exactly(kind: str, narrow: bool) -> None:
     x = x.bfloat16().float() if narrow else x
     expected = in_integers(blocks, x, 2 if narrow else 3)
     expected = expected.bfloat16().float() if narrow else expected
-    for nodes in (1, 4, 5, 16, 17, 33, 130):
+    for nodes in (1, 3, 4, 16, 17, 33, 130):
         assert torch.equal(product(packed(blocks), x[:nodes].clone(), narrow), expected[:nodes])
 
 

@@ -133,7 +133,8 @@ typedef struct {
 } Blocks;
 
 enum { SUPER = 256, TABLE = 3 };
-enum { FEWEST_FOR_TILES = 5 }; /* nodes that are multiplied by tiles of bytes, at least; 32 of plain integers in groups of 16 */
+/* Nodes that are multiplied by tiles of bytes, at least: by blocks of 32 columns, and by super-blocks. */
+enum { FEWEST_FOR_TILES = 5, FEWEST_OF_SUPERS = 4 };
 #define CODE_OF_BLOCKS(BITS, OFFSET, FINE) ((BITS) | (OFFSET) << 4 | (FINE) << 5)
 #define EVERY_COARSE_BLOCKS(DO) DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(TABLE, 0, 0)
 #define EVERY_FINE_BLOCKS(DO) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 1)
@@ -1011,7 +1012,7 @@ static void prepare_nodes(const Op *op, const Pass *pass, int64_t m0, int64_t no
     if (in_fixed_point(op)) {
       Fixed fixed = fixed_of(op);
       const int64_t bytes = bytes_of_block(fixed);
-      if (fixed.group && fixed.half && nodes >= FEWEST_FOR_TILES) fixed.half = -1;
+      if (fixed.group && fixed.half && nodes >= FEWEST_OF_SUPERS) fixed.half = -1;
       (fixed.group ? fix_supers : fix)(x, op->in, &fixed, (char *)worker->x + m * bytes, nodes * bytes);
       continue;
     }
