@@ -134,7 +134,7 @@ typedef struct {
 
 enum { SUPER = 256, TABLE = 3 };
 /* Nodes that are multiplied by tiles of bytes, at least: by blocks of 32 columns, and by super-blocks. */
-enum { FEWEST_FOR_TILES = 5, FEWEST_OF_SUPERS = 4 };
+enum { FEWEST_FOR_TILES = 7, FEWEST_OF_SUPERS = 4 };
 #define CODE_OF_BLOCKS(BITS, OFFSET, FINE) ((BITS) | (OFFSET) << 4 | (FINE) << 5)
 #define EVERY_COARSE_BLOCKS(DO) DO(4, 0, 0) DO(4, 1, 0) DO(5, 0, 0) DO(5, 1, 0) DO(8, 0, 0) DO(TABLE, 0, 0)
 #define EVERY_FINE_BLOCKS(DO) DO(4, 1, 1) DO(5, 1, 1) DO(6, 0, 1) DO(TABLE, 0, 1)
