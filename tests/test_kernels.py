@@ -233,8 +233,8 @@ def test_numbers_of_all_sizes_are_rounded_by_the_greatest_of_their_block(instruc
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [kind for kind in FORMS if FORMS[kind].fine])
 def test_super_blocks_are_added_up_exactly(kind: str, narrow: bool) -> None:
-    """Products by dot products and by tiles are to the bit those of super_blocks.inc's text, in integers of 64 bits: of
-    random numbers of any size, and of the largest that there are, of both signs."""
+    """Products by dot products and by tiles are to the bit what super_blocks.inc says, computed in integers of 64 bits:
+    for random numbers of any size, and for the largest that there are, of both signs."""
     library: Any = native.library()
     if library.truedraft_choose(SETS["AMX"]) != SETS["AMX"]:
         pytest.skip("this processor has no AMX")
@@ -285,7 +285,7 @@ def in_integers(blocks: Blocks, x: Tensor, digits: int) -> Tensor:
 )
 def test_integers_have_the_same_bits_by_every_instruction_set(kind: str, width: int, narrow: bool) -> None:
     """Where plain integers are multiplied as floats, by AVX2 in fp32 and by AMX in bf16, products have other bits, as
-    those of super-blocks have."""
+    products of super-blocks have."""
     levels = [
         level
         for name, level in SETS.items()

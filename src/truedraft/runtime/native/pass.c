@@ -182,7 +182,7 @@ typedef struct {
 
 /* What follows a super-block of a node: its power of two, and for each group of columns the sum of its numbers, where weights
  * have offsets, or else, for each plane, minus `half` times the sum there. With it a super-block has an odd number of lines of
- * the cache, so that nodes do not share those of one set. */
+ * the cache, so that nodes do not share the lines of one set. */
 typedef struct {
   float scale;
   union {
